@@ -1,0 +1,73 @@
+"""What an encoding consists of: data type, block size, scaling, rounding; checked, with the defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from typing import Union
+
+from hvd8bit import datatypes
+
+MIN_BLOCK_SIZE = 64
+MAX_BLOCK_SIZE = 65536
+BLOCK_SIZE_STEP = 64
+ROUNDINGS = ("nearest",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoding:
+    """How numbers become 8-bit codes. Must be the same on all workers; it travels in every chunk header.
+
+    Attributes:
+      data_type: one of `hvd8bit.datatypes.DATA_TYPES`.
+      block_size: how many consecutive elements share a scale: a multiple of 64 in [64, 65536], or None for
+        the paper's own scaling, one scale for each tensor's part of a chunk.
+      scaling: "absmax" scales a block by its absolute maximum. A power of ten, e.g. `100.0`, is the paper's
+        exponent offset: a fixed scale; larger values saturate.
+      rounding: "nearest"; a number in the middle between two code values goes to the smaller magnitude.
+
+    Raises:
+      ValueError or TypeError: an argument is outside the above; the message names it.
+    """
+
+    data_type: str = "dynamic_tree"
+    block_size: int | None = 1024
+    scaling: Union[str, float] = "absmax"
+    rounding: str = "nearest"
+
+    def __post_init__(self):
+        datatypes.data_type_id(self.data_type)
+        _check_block_size(self.block_size)
+        _check_scaling(self.scaling, self.data_type)
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}, got {self.rounding!r}")
+
+    @property
+    def fixed_scale(self) -> float:
+        """The float32 scale of every block, or 0.0 where each block has its own (absmax)."""
+        if self.scaling == "absmax":
+            return 0.0
+        return datatypes.offset_scale(self.data_type, float(self.scaling))
+
+
+def _check_block_size(block_size) -> None:
+    if block_size is None:
+        return
+    rule = f"block_size must be a multiple of {BLOCK_SIZE_STEP} in [{MIN_BLOCK_SIZE}, {MAX_BLOCK_SIZE}], or None"
+    if isinstance(block_size, bool) or not isinstance(block_size, numbers.Integral):
+        raise TypeError(f"{rule}, got {block_size!r} of type {type(block_size).__name__}")
+    if not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE or block_size % BLOCK_SIZE_STEP:
+        raise ValueError(f"{rule}, got {block_size}")
+
+
+def _check_scaling(scaling, data_type: str) -> None:
+    if isinstance(scaling, str) and scaling == "absmax":
+        return
+    rule = 'scaling must be "absmax" or a power of ten within [1e-30, 1e30], the paper\'s exponent offset'
+    if isinstance(scaling, (str, bool)) or not isinstance(scaling, numbers.Real):
+        raise TypeError(f"{rule}, got {scaling!r}")
+    value = float(scaling)
+    exponent = round(math.log10(value)) if 0 < value < math.inf else None
+    if exponent is None or abs(exponent) > 30 or value != float(f"1e{exponent}"):
+        raise ValueError(f"{rule}, got {scaling!r}")

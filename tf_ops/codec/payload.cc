@@ -1,0 +1,307 @@
+#include "tf_ops/codec/payload.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "tf_ops/codec/codebook.h"
+
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
+
+namespace hvd8bit {
+namespace {
+
+// TensorFlow runs CPU kernels with flush-to-zero on, which would make scales below 2^-126 vanish here and nowhere else.
+class FullFloatRange {
+ public:
+#if defined(__SSE__)
+  FullFloatRange() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ & ~0x8040u); }  // FTZ and DAZ
+  ~FullFloatRange() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#elif defined(__aarch64__)
+  FullFloatRange() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_));
+    asm volatile("msr fpcr, %0" ::"r"(saved_ & ~(uint64_t{1} << 24)));  // FZ
+  }
+  ~FullFloatRange() { asm volatile("msr fpcr, %0" ::"r"(saved_)); }
+
+ private:
+  uint64_t saved_;
+#endif
+};
+
+float ReadScale(const uint8_t* scales, int64_t block) {
+  float scale;
+  std::memcpy(&scale, scales + block * kScaleBytes, sizeof scale);
+  return scale;
+}
+
+void WriteScale(uint8_t* scales, int64_t block, float scale) {
+  std::memcpy(scales + block * kScaleBytes, &scale, sizeof scale);
+}
+
+// The pieces of several chunks that lie one after another, as one row of blocks for the threads to share.
+class BlockRow {
+ public:
+  explicit BlockRow(const std::vector<Layout::Chunk>& chunks) {
+    int64_t offset = 0;
+    for (const Layout::Chunk& chunk : chunks) {
+      for (const Piece& piece : chunk.pieces) {
+        rows_.push_back({blocks_, offset, offset + chunk.ScalesOffset(), &piece});
+        blocks_ += piece.blocks;
+        elements_ += piece.stop - piece.start;
+      }
+      offset += chunk.Bytes();
+    }
+  }
+
+  // Calls fn(piece, block of the piece, offset of its codes, offset of its chunk's scales) for each block, with the
+  // whole range of floats at work. `cost` is in cycles per element.
+  template <typename Fn>
+  void ForEach(const ParallelFor& parallel_for, int64_t cost, Fn fn) const {
+    if (blocks_ == 0) {
+      return;
+    }
+    parallel_for(blocks_, cost * (elements_ / blocks_ + 1), [&](int64_t begin, int64_t end) {
+      FullFloatRange full_float_range;
+      auto row = std::upper_bound(rows_.begin(), rows_.end(), begin,
+                                  [](int64_t block, const Row& r) { return block < r.first_block; }) -
+                 1;
+      for (int64_t at = begin; at < end; ++row) {
+        const int64_t stop = std::min(end, row->first_block + row->piece->blocks);
+        for (; at < stop; ++at) {
+          const Piece& piece = *row->piece;
+          const int64_t block = at - row->first_block;
+          fn(piece, block, row->chunk + kHeaderBytes + piece.codes_offset + block * piece.block_size, row->scales);
+        }
+      }
+    });
+  }
+
+ private:
+  struct Row {
+    int64_t first_block;
+    int64_t chunk, scales;  // offsets in the payload
+    const Piece* piece;
+  };
+  std::vector<Row> rows_;
+  int64_t blocks_ = 0, elements_ = 0;
+};
+
+// Header, and zeros where no code and no scale will be written: between tensors, and before the scales.
+void PrepareChunk(const Plan& plan, const Layout::Chunk& chunk, int64_t shard, int64_t slice, uint8_t* out) {
+  ChunkHeader header{};
+  std::memcpy(header.magic, kMagic, sizeof header.magic);
+  header.version = kFormatVersion;
+  header.data_type = plan.spec.data_type;
+  header.rounding = static_cast<uint8_t>(plan.spec.rounding);
+  header.block_size = static_cast<uint32_t>(plan.spec.block_size);
+  header.shards = static_cast<uint32_t>(plan.layout.shards());
+  header.shard = static_cast<uint32_t>(shard);
+  header.slice = static_cast<uint16_t>(slice);
+  header.slices = static_cast<uint16_t>(plan.layout.slices());
+  header.elements = static_cast<uint64_t>(plan.layout.elements());
+  header.tensors = static_cast<uint32_t>(plan.layout.tensors());
+  header.blocks = static_cast<uint32_t>(chunk.blocks);
+  header.code_bytes = static_cast<uint64_t>(chunk.code_bytes);
+  header.layout_hash = plan.layout.hash();
+  header.settings_hash = SettingsHash(plan.spec);
+  std::memcpy(out, &header, sizeof header);
+
+  int64_t written = 0;
+  for (const Piece& piece : chunk.pieces) {
+    std::memset(out + kHeaderBytes + written, 0, piece.codes_offset - written);
+    written = piece.codes_offset + piece.stop - piece.start;
+  }
+  std::memset(out + kHeaderBytes + written, 0, chunk.ScalesOffset() - kHeaderBytes - written);
+}
+
+std::string DescribeSettings(uint8_t data_type, int64_t block_size) {
+  return "data_type=" + DataTypeName(data_type) +
+         ", block_size=" + (block_size ? std::to_string(block_size) : "None");
+}
+
+std::string DescribeTensors(const std::vector<TensorInfo>& tensors) {
+  static constexpr const char* kNames[] = {"?", "float32", "float64", "float16", "bfloat16"};
+  constexpr size_t kShown = 4;
+  std::string text;
+  for (size_t i = 0; i < tensors.size() && i < kShown; ++i) {
+    text += (i ? ", " : "") + std::string(kNames[static_cast<int>(tensors[i].dtype)]) + "[";
+    for (size_t d = 0; d < tensors[i].shape.size(); ++d) {
+      text += (d ? "," : "") + std::to_string(tensors[i].shape[d]);
+    }
+    text += "]";
+  }
+  return tensors.size() > kShown ? text + ", ..." : text;
+}
+
+std::string CheckHeader(const Plan& plan, const Layout::Chunk& chunk, int64_t shard, int64_t slice,
+                        const uint8_t* data, int64_t bytes, const std::string& sender) {
+  const auto wrong = [&](const std::string& what) { return "the chunk from " + sender + " " + what; };
+  if (bytes < kHeaderBytes) {
+    return wrong("is truncated: " + std::to_string(bytes) + " bytes, a header alone has " +
+                 std::to_string(kHeaderBytes));
+  }
+  ChunkHeader header;
+  std::memcpy(&header, data, sizeof header);
+  if (std::memcmp(header.magic, kMagic, sizeof kMagic) != 0) {
+    return wrong("is no hvd8bit chunk: its first four bytes are not 'H8BT'");
+  }
+  if (header.version != kFormatVersion) {
+    return wrong("has format version " + std::to_string(header.version) + ", this worker reads version " +
+                 std::to_string(kFormatVersion) + "; install the same hvd8bit on all workers");
+  }
+  if (header.data_type != plan.spec.data_type || header.block_size != plan.spec.block_size ||
+      header.settings_hash != SettingsHash(plan.spec)) {
+    return wrong("was encoded with other settings: " + DescribeSettings(header.data_type, header.block_size) +
+                 ", this worker uses " + DescribeSettings(plan.spec.data_type, plan.spec.block_size) +
+                 "; settings (data_type, block_size, scaling, rounding) must be the same on all workers");
+  }
+  if (header.shards != plan.layout.shards()) {
+    return wrong("was cut for " + std::to_string(header.shards) + " workers, this worker counts " +
+                 std::to_string(plan.layout.shards()));
+  }
+  if (header.layout_hash != plan.layout.hash() || header.elements != static_cast<uint64_t>(plan.layout.elements()) ||
+      header.tensors != plan.layout.tensors() || header.slices != plan.layout.slices()) {
+    return wrong("holds other tensors: " + std::to_string(header.elements) + " elements in " +
+                 std::to_string(header.tensors) + " tensor(s), this worker has " +
+                 std::to_string(plan.layout.elements()) + " elements in " + std::to_string(plan.layout.tensors()) +
+                 ": " + DescribeTensors(plan.tensors) +
+                 "; number, order, shapes and dtypes of the tensors must be the same on all workers");
+  }
+  if (header.shard != shard || header.slice != slice) {
+    return wrong("is part " + std::to_string(header.slice) + " of shard " + std::to_string(header.shard) + " where part " +
+                 std::to_string(slice) + " of shard " + std::to_string(shard) + " was expected");
+  }
+  if (bytes != chunk.Bytes() || header.blocks != chunk.blocks ||
+      header.code_bytes != static_cast<uint64_t>(chunk.code_bytes)) {
+    return wrong("is truncated or oversized: " + std::to_string(bytes) + " bytes where " +
+                 std::to_string(chunk.Bytes()) + " were expected");
+  }
+  return "";
+}
+
+}  // namespace
+
+std::string CheckSpec(const Spec& spec) {
+  if (spec.data_type < 1 || spec.data_type > NumberOfDataTypes()) {
+    return "data_type must be one of " + AllDataTypeNames();
+  }
+  if (spec.block_size != 0 && (spec.block_size < kMinBlockSize || spec.block_size > kMaxBlockSize ||
+                               spec.block_size % kAlignment != 0)) {
+    return "block_size must be a multiple of " + std::to_string(kAlignment) + " in [" + std::to_string(kMinBlockSize) +
+           ", " + std::to_string(kMaxBlockSize) + "], or 0 for one block, got " + std::to_string(spec.block_size);
+  }
+  if (!(spec.fixed_scale >= 0.f && spec.fixed_scale <= 3.4028234e38f)) {
+    return "fixed_scale must be finite and not negative, got " + std::to_string(spec.fixed_scale);
+  }
+  return "";
+}
+
+std::vector<Layout::Chunk> SliceOfAllChunks(const Layout& layout, int64_t slice) {
+  std::vector<Layout::Chunk> chunks;
+  for (int64_t shard = 0; shard < layout.shards(); ++shard) {
+    chunks.push_back(layout.GetChunk(shard, slice));
+  }
+  return chunks;
+}
+
+void EncodeList(const Plan& plan, const std::vector<Layout::Chunk>& chunks, int64_t slice,
+                const std::vector<const void*>& data, uint8_t* payload, const ParallelFor& parallel_for) {
+  int64_t offset = 0;
+  for (size_t shard = 0; shard < chunks.size(); ++shard) {
+    PrepareChunk(plan, chunks[shard], static_cast<int64_t>(shard), slice, payload + offset);
+    offset += chunks[shard].Bytes();
+  }
+  const Codebook& book = GetCodebook(plan.spec.data_type);
+  BlockRow(chunks).ForEach(parallel_for, 8, [&](const Piece& piece, int64_t block, int64_t codes, int64_t scales) {
+    const int64_t start = piece.BlockStart(block);
+    float scale;
+    plan.backend->encode(plan.tensors[piece.tensor].dtype, data[piece.tensor], start, piece.BlockStop(block) - start,
+                         book, plan.spec.fixed_scale, payload + codes, &scale);
+    WriteScale(payload + scales, piece.first_block + block, scale);
+  });
+}
+
+std::string CheckShards(const Plan& plan, const Layout::Chunk& chunk, int64_t shard, int64_t slice,
+                        const uint8_t* payload, int64_t bytes, const std::vector<int64_t>& sent) {
+  if (static_cast<int64_t>(sent.size()) != plan.layout.shards()) {
+    return "chunks of " + std::to_string(sent.size()) + " workers were received where " +
+           std::to_string(plan.layout.shards()) + " were expected";
+  }
+  int64_t offset = 0;
+  for (size_t worker = 0; worker < sent.size(); ++worker) {
+    if (sent[worker] < 0 || sent[worker] > bytes - offset) {
+      return "the payload is truncated: " + std::to_string(bytes) + " bytes, and worker " + std::to_string(worker) +
+             "'s chunk would end at " + std::to_string(offset + sent[worker]);
+    }
+    const std::string error = CheckHeader(plan, chunk, shard, slice, payload + offset, sent[worker],
+                                          "worker " + std::to_string(worker));
+    if (!error.empty()) {
+      return error;
+    }
+    offset += sent[worker];
+  }
+  return offset == bytes ? "" : "the payload is oversized: " + std::to_string(bytes) + " bytes where " +
+                                    std::to_string(offset) + " were expected";
+}
+
+void ReduceShards(const Plan& plan, const Layout::Chunk& chunk, int64_t shard, int64_t slice, const uint8_t* payload,
+                  uint8_t* out, const ParallelFor& parallel_for) {
+  PrepareChunk(plan, chunk, shard, slice, out);
+  const Codebook& book = GetCodebook(plan.spec.data_type);
+  const int64_t shards = plan.layout.shards();
+  // The mean is what a fixed scale was chosen for; the sum is up to `shards` times as large.
+  const float fixed_scale = plan.spec.fixed_scale * static_cast<float>(shards);
+  BlockRow({chunk}).ForEach(
+      parallel_for, 4 * (shards + 2), [&](const Piece& piece, int64_t block, int64_t codes, int64_t scales) {
+        thread_local std::vector<const uint8_t*> from;
+        thread_local std::vector<float> from_scales;
+        from.resize(shards);
+        from_scales.resize(shards);
+        for (int64_t worker = 0; worker < shards; ++worker) {
+          const uint8_t* sent = payload + worker * chunk.Bytes();
+          from[worker] = sent + codes;
+          from_scales[worker] = ReadScale(sent + scales, piece.first_block + block);
+        }
+        float scale;
+        plan.backend->sum_and_encode(from.data(), from_scales.data(), shards,
+                                     piece.BlockStop(block) - piece.BlockStart(block), book, fixed_scale, out + codes,
+                                     &scale);
+        WriteScale(out + scales, piece.first_block + block, scale);
+      });
+}
+
+std::string CheckReduced(const Plan& plan, const std::vector<Layout::Chunk>& chunks, int64_t slice,
+                         const uint8_t* payload, int64_t bytes) {
+  int64_t offset = 0;
+  for (size_t shard = 0; shard < chunks.size(); ++shard) {
+    const int64_t left = bytes - offset;
+    const std::string error =
+        CheckHeader(plan, chunks[shard], static_cast<int64_t>(shard), slice, payload + offset,
+                    std::min(left, chunks[shard].Bytes()), "worker " + std::to_string(shard));
+    if (!error.empty()) {
+      return error;
+    }
+    offset += chunks[shard].Bytes();
+  }
+  return offset == bytes ? "" : "the payload is oversized: " + std::to_string(bytes) + " bytes where " +
+                                    std::to_string(offset) + " were expected";
+}
+
+void DecodeList(const Plan& plan, const std::vector<Layout::Chunk>& chunks, const uint8_t* payload, double factor,
+                const std::vector<void*>& out, const ParallelFor& parallel_for) {
+  const Codebook& book = GetCodebook(plan.spec.data_type);
+  const double shards = static_cast<double>(plan.layout.shards());
+  BlockRow(chunks).ForEach(parallel_for, 3, [&](const Piece& piece, int64_t block, int64_t codes, int64_t scales) {
+    const int64_t start = piece.BlockStart(block);
+    const double scale = ReadScale(payload + scales, piece.first_block + block);
+    plan.backend->decode(plan.tensors[piece.tensor].dtype, payload + codes, static_cast<float>(scale * factor / shards),
+                         piece.BlockStop(block) - start, book, out[piece.tensor], start);
+  });
+}
+
+}  // namespace hvd8bit
