@@ -1,0 +1,289 @@
+"""`EightBit`, Horovod's Compressor contract in front of the exchange.
+
+Horovod calls `compress(tensor)`, allreduces what that returns, and calls `decompress(result, context)`. Codes cannot be
+added, so `compress` hands Horovod a probe of three numbers instead, and the exchange runs in `decompress`:
+
+* The probe is [1, rank, rank²]. Whatever Horovod does to it (Sum, Average, predivide, pre- and postscale) is linear, so
+  what comes of the 1 is the factor for the sum of the tensors. In eager mode the other two betray a reduction that is
+  not linear, or not over the expected workers, before the exchange starts; in a graph the reduction's own op tells.
+* It stems from stateful ops. Horovod's allreduce op is not stateful: TensorFlow's optimizer would run one with a
+  constant input once and keep the result.
+* It is named after the tensor, and the exchange's collectives after it: workers whose graphs differ elsewhere
+  still meet.
+* The first `decompress` of a call takes in all tensors compressed before it: those of a group travel together.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import weakref
+
+import tensorflow as tf
+from horovod.tensorflow.compression import Compressor
+
+from hvd8bit import collectives
+from hvd8bit.collectives import HorovodComm
+from hvd8bit.encoding import Encoding
+from hvd8bit.exchange import differentiable_exchange
+from hvd8bit.selection import ENCODABLE, Selection
+
+_log = logging.getLogger("hvd8bit")
+_EXCHANGES = ("auto", "scatter_reduce")
+
+
+class EightBitCompressor(Compressor):
+    """8 bits per element for Horovod's `compression=` arguments; `EightBit` is the instance to use.
+
+    Calling it returns a configured copy: `EightBit(data_type="linear")`. Copies with the same settings are equal.
+    All settings must be the same on all workers. float16, bfloat16, float32 and float64 tensors are encoded and come
+    back in their own dtype, the same bits on every worker; others, and small ones, travel as they are, exactly.
+    With one worker nothing is touched. A block that holds a NaN or an Inf comes back as NaN everywhere.
+
+    Args:
+      data_type: "dynamic_tree", "static_tree", "mantissa" or "linear" (Dettmers 2016, sec. 3.1).
+      block_size: elements that share a scale: a multiple of 64 in [64, 65536], or None: one scale for each tensor's
+        part of a chunk, as in the paper.
+      scaling: "absmax", or a power of ten: the paper's exponent offset.
+      rounding: "nearest".
+      exchange: "auto" or "scatter_reduce".
+      select: a `Selection`: which tensors are encoded. `min_elements=` is accepted directly, too.
+      process_set: the `horovod.tensorflow.ProcessSet` that Horovod reduces over; None: all workers. It must be the
+        one that the call gets.
+
+    Raises:
+      ValueError or TypeError: an argument is not one of the above; the message names it.
+    """
+
+    def __init__(
+        self,
+        data_type: str = Encoding.data_type,
+        block_size: int | None = Encoding.block_size,
+        scaling=Encoding.scaling,
+        rounding: str = Encoding.rounding,
+        exchange: str = "auto",
+        select: Selection | None = None,
+        process_set=None,
+        min_elements: int | None = None,
+    ):
+        self.encoding = Encoding(data_type, block_size, scaling, rounding)
+        if exchange not in _EXCHANGES:
+            raise ValueError(f"exchange must be one of {', '.join(_EXCHANGES)}, got {exchange!r}")
+        self.exchange = exchange
+        if select is not None and not isinstance(select, Selection):
+            raise TypeError(f"select must be an hvd8bit.Selection, got {type(select).__name__}")
+        if select is not None and min_elements is not None:
+            raise ValueError("give select or min_elements, not both: select=Selection(min_elements=...)")
+        self.select = select or Selection()
+        if min_elements is not None:
+            self.select = Selection(min_elements=min_elements)
+        self.process_set = process_set
+
+    def __call__(self, **changes) -> "EightBitCompressor":
+        """A copy with other settings."""
+        settings = self._settings()
+        if "min_elements" in changes and "select" not in changes:
+            del settings["select"]
+        return EightBitCompressor(**{**settings, **changes})
+
+    def _settings(self) -> dict:
+        return {
+            "data_type": self.encoding.data_type,
+            "block_size": self.encoding.block_size,
+            "scaling": self.encoding.scaling,
+            "rounding": self.encoding.rounding,
+            "exchange": self.exchange,
+            "select": self.select,
+            "process_set": self.process_set,
+        }
+
+    def _key(self) -> tuple:
+        # Horovod caches its reduce functions by the equality of their arguments.
+        process_set_id = getattr(self.process_set, "process_set_id", 0)
+        return (self.encoding, self.exchange, self.select, process_set_id)
+
+    def __eq__(self, other):
+        return isinstance(other, EightBitCompressor) and self._key() == other._key()
+
+    def __hash__(self):
+        return hash(self._key())
+
+    def __repr__(self):
+        settings = self._settings()
+        settings["min_elements"] = settings.pop("select").min_elements
+        if settings["process_set"] is None:
+            del settings["process_set"]
+        return f"EightBit({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
+
+    def compress(self, tensor):
+        """What Horovod is to reduce for `tensor`, and a context for `decompress`."""
+        tensor = tf.convert_to_tensor(tensor)
+        comm = HorovodComm(self.process_set)
+        # In an elastic job the number of workers may grow under a graph that one worker alone has built.
+        workers = comm.size()
+        if workers == 1 and (tf.executing_eagerly() or not collectives.elastic()):
+            return tensor, None
+        reason = self.select.reason_to_pass(
+            tensor.dtype.name, tensor.shape.num_elements(), max(workers, 2), self.encoding
+        )
+        if reason is not None:
+            _log_once(f"sent as they are: tensors with {reason}")
+            return self._pass(tensor)
+        handle = _Handle(tensor, self, comm)
+        _pending().append(handle)
+        return handle.probe(), handle
+
+    def decompress(self, tensor, ctx):
+        """The reduced tensor, from Horovod's result for what `compress` returned with `ctx`."""
+        if ctx is None:
+            return tensor
+        if isinstance(ctx, tf.DType):
+            return tf.cast(tensor, ctx)
+        if ctx.output is None:
+            ctx.check(tensor)
+            group = _pending().group_of(ctx)
+            factor = tf.cast(tensor[0], tf.float64)
+            with tf.name_scope("hvd8bit"):
+                outputs = differentiable_exchange(
+                    [handle.tensor for handle in group],
+                    self.encoding,
+                    ctx.comm,
+                    factor=factor,
+                    name=ctx.collective_name(tensor),
+                )
+            for handle, output in zip(group, outputs):
+                handle.output = output
+        return ctx.output
+
+    @staticmethod
+    def _pass(tensor):
+        # A group must have one dtype, and probes are float32.
+        if tensor.dtype in (tf.float16, tf.bfloat16):
+            return tf.cast(tensor, tf.float32), tensor.dtype
+        return tensor, None
+
+
+EightBit = EightBitCompressor()
+"""8 bits per gradient element, for any `compression=` argument of Horovod."""
+
+
+class _Handle:
+    """A tensor between `compress` and `decompress`."""
+
+    def __init__(self, tensor, compressor: EightBitCompressor, comm: HorovodComm):
+        self.tensor = tensor
+        self.compressor = compressor
+        self.comm = comm
+        self.graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self.output = None
+
+    def probe(self):
+        # On the CPU: nothing on a GPU's stream has to wait for three numbers.
+        with tf.device("CPU:0"):
+            dtype = tf.float64 if self.tensor.dtype == tf.float64 else tf.float32
+            rank = tf.cast(self.comm.global_rank_tensor(), dtype)
+            probe = tf.stack([tf.ones((), dtype), rank, rank * rank])
+            if self.graph is None:
+                return probe
+            return tf.identity(probe, name="hvd8bit_" + re.sub("[^a-zA-Z0-9_]", "_", self.tensor.name))
+
+    def check(self, result) -> None:
+        """Raises ValueError if Horovod did something else to the probe than a sum over our workers."""
+        (self._check_values if self.graph is None else self._check_op)(result)
+
+    def _check_values(self, result) -> None:
+        ranks = self.comm.ranks()
+        expected = [1.0, sum(ranks) / len(ranks), sum(rank * rank for rank in ranks) / len(ranks)]
+        if result.shape == (3,):
+            values = [float(value) for value in result]
+            # Three sums of N float32 values, each multiplied a few times: N + 8 roundings.
+            tolerance = (len(ranks) + 8) * 2.0**-23
+            if all(abs(v - values[0] * e) <= tolerance * abs(values[0] * e) for v, e in zip(values, expected)):
+                return
+        raise ValueError(
+            f"compression={self.compressor!r} needs a sum or an average over the {len(ranks)} workers {_short(ranks)}, "
+            f"got something else (a probe came back as {result.numpy().tolist()}): Min, Max, Product, Adasum and "
+            "reducescatter cannot be compressed: use compression=hvd.Compression.none there; with a process set, give "
+            "the same one to the call and to EightBit(process_set=...)"
+        )
+
+    def _check_op(self, result) -> None:
+        import horovod.tensorflow as hvd
+
+        op = result.op
+        if op.type not in ("HorovodAllreduce", "HorovodGroupedAllreduce"):
+            raise ValueError(
+                f"compression={self.compressor!r} works with allreduce and grouped_allreduce, not with {op.type}: use "
+                "compression=hvd.Compression.none there"
+            )
+        names = {hvd.Average: "Average", hvd.Sum: "Sum", hvd.Adasum: "Adasum", hvd.Min: "Min", hvd.Max: "Max"}
+        reduce_op = op.get_attr("reduce_op")
+        if reduce_op not in (hvd.Average, hvd.Sum):
+            raise ValueError(
+                f"op must be Average or Sum with compression={self.compressor!r}, got "
+                f"{names.get(reduce_op, 'Product')} for {self.tensor.name}: use compression=hvd.Compression.none there"
+            )
+        process_set_id = op.get_attr("process_set_id")
+        if process_set_id != self.comm.process_set_id:
+            raise ValueError(
+                f"process_set differs: Horovod reduces {self.tensor.name} over process set {process_set_id}, "
+                f"compression={self.compressor!r} exchanges over process set {self.comm.process_set_id}; give "
+                "the same one to the call and to EightBit(process_set=...)"
+            )
+
+    def collective_name(self, result) -> str:
+        """Prefix of the exchange's collectives: after the probe's, so that they match where it does."""
+        if self.graph is None:
+            return "hvd8bit_eager"  # eager calls wait for one another
+        return "hvd8bit_" + result.op.name.rsplit("/", 1)[-1]
+
+
+class _Pending(threading.local):
+    """Handles of this thread whose call has not come to `decompress`.
+
+    Weakly held: when a call raises, Horovod drops its handles, and nobody sends them later.
+    """
+
+    def __init__(self):
+        self.handles: list[weakref.ref[_Handle]] = []
+
+    def append(self, handle: _Handle) -> None:
+        self.handles = [ref for ref in self.handles if ref() is not None]
+        self.handles.append(weakref.ref(handle))
+
+    def group_of(self, first: _Handle) -> list[_Handle]:
+        """`first` and what the same call compressed after it; older ones belong to a call that did not end."""
+        handles = [handle for handle in (ref() for ref in self.handles) if handle is not None]
+        if first not in handles:
+            return [first]
+        group = [
+            handle
+            for handle in handles[handles.index(first) :]
+            if handle.graph is first.graph and handle.compressor == first.compressor
+        ]
+        self.handles = []
+        return group
+
+
+_pending_of_thread = _Pending()
+
+
+def _pending() -> _Pending:
+    return _pending_of_thread
+
+
+_logged: set[str] = set()
+
+
+def _log_once(message: str) -> None:
+    if message not in _logged:
+        _logged.add(message)
+        _log.info("hvd8bit: %s", message)
+
+
+def _short(ranks: list[int]) -> str:
+    return str(ranks) if len(ranks) <= 8 else f"[{ranks[0]}, {ranks[1]}, ..., {ranks[-1]}]"
+
+
+assert set(ENCODABLE) == {"float32", "float64", "float16", "bfloat16"}
