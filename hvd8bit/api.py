@@ -5,10 +5,25 @@ from __future__ import annotations
 import dataclasses
 from typing import Sequence
 
+import horovod.tensorflow as hvd
 import tensorflow as tf
+from horovod.tensorflow import Average, Sum
 
 from hvd8bit import layout, ops
+from hvd8bit.compression import EightBit, EightBitCompressor
 from hvd8bit.encoding import Encoding
+from hvd8bit.variables import tf_variable
+
+__all__ = [
+    "Average",
+    "Encoded",
+    "Sum",
+    "allreduce",
+    "broadcast_variables",
+    "decode",
+    "encode",
+    "grouped_allreduce",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,3 +94,77 @@ def decode(encoded: Encoded) -> tf.Tensor:
     (tensor,) = ops.decode_list([encoded.chunk], [like], 1, encoded.encoding)
     tensor.set_shape(encoded.static_shape)
     return tensor
+
+
+def allreduce(tensor, op=None, *, compression=None, name=None, prescale_factor=1.0, postscale_factor=1.0, **settings):
+    """Averages (the default) or sums a tensor over all workers, in 8 bits on the wire.
+
+    Args:
+      tensor: tensor, variable or IndexedSlices of any dtype; integers and small tensors are reduced exactly. Shape
+        and dtype must be the same on all workers.
+      op: `hvd8bit.Average` or `hvd8bit.Sum`.
+      compression: `EightBit` (the default) or any Horovod compressor.
+      name, prescale_factor, postscale_factor, **settings: as in `horovod.tensorflow.allreduce`.
+
+    Returns:
+      A tensor like `tensor`, the same bits on all workers, differentiable as Horovod's.
+    """
+    return hvd.allreduce(
+        tf_variable(tensor),
+        op=hvd.Average if op is None else op,
+        compression=_compression_for(compression, settings),
+        name=name,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        **settings,
+    )
+
+
+def grouped_allreduce(
+    tensors: Sequence, op=None, *, compression=None, name=None, prescale_factor=1.0, postscale_factor=1.0, **settings
+) -> list:
+    """`allreduce` of several tensors, which travel as one buffer."""
+    return hvd.grouped_allreduce(
+        [tf_variable(tensor) for tensor in tensors],
+        op=hvd.Average if op is None else op,
+        compression=_compression_for(compression, settings),
+        name=name,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        **settings,
+    )
+
+
+_CARRIERS = {tf.bfloat16: tf.int16, tf.uint32: tf.int32, tf.uint64: tf.int64}
+"""Dtypes that Horovod does not broadcast, and what carries their bits."""
+
+
+def broadcast_variables(variables, root_rank: int = 0, process_set=None) -> None:
+    """Sets variables to the values that they have on one worker, exactly.
+
+    Args:
+      variables: TensorFlow and Keras variables, in any nest. Number, order, shapes and dtypes must be the same on
+        all workers.
+      root_rank: global rank of that worker.
+      process_set: the Horovod process set; None: all workers.
+    """
+    flat = [tf_variable(variable) for variable in tf.nest.flatten(variables)]
+    process_set = hvd.global_process_set if process_set is None else process_set
+    if process_set.size() == 1 or not flat:
+        return
+    # One after another under numbered names: variables' own names may differ between workers.
+    for number, variable in enumerate(flat):
+        value = tf.convert_to_tensor(variable)
+        carrier = _CARRIERS.get(value.dtype)
+        if carrier is not None:
+            value = tf.bitcast(value, carrier)
+        value = hvd.broadcast(value, root_rank, name=f"hvd8bit_broadcast_{number}", process_set=process_set)
+        variable.assign(value if carrier is None else tf.bitcast(value, variable.dtype))
+
+
+def _compression_for(compression, settings: dict):
+    compression = EightBit if compression is None else compression
+    process_set = settings.get("process_set")
+    if isinstance(compression, EightBitCompressor) and compression.process_set is None and process_set is not None:
+        return compression(process_set=process_set)
+    return compression

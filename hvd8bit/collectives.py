@@ -89,6 +89,49 @@ class HorovodComm:
         return gathered
 
 
+    def allreduce(
+        self, tensors, name: str, *, op, prescale_factor=1.0, postscale_factor=1.0, compression=None
+    ) -> list[tf.Tensor]:
+        """Horovod's own allreduce of tensors of one dtype, as one group; not through hvd8bit's codec."""
+        compression = compression or self._hvd.Compression.none
+        width = 2 if compression is self._hvd.Compression.fp16 else tensors[0].dtype.size
+        size = tf.cast(self.size_tensor(), tf.int64)
+        for tensor in tensors:
+            _count(2 * (size - 1) * width * tf.size(tensor, out_type=tf.int64) // size)
+        return self._hvd.grouped_allreduce(
+            tensors,
+            op=op,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+            compression=compression,
+            name=name,
+            ignore_name_scope=True,
+            process_set=self.process_set,
+        )
+
+    def gather_slices(self, slices: tf.IndexedSlices, name: str, *, average: bool) -> tf.IndexedSlices:
+        """Everyone's rows of a sparse gradient, exactly; divided by the number of workers for the average."""
+        values = self._gather_exact(slices.values, f"{name}_values")
+        indices = self._gather_exact(slices.indices, f"{name}_indices")
+        if average:
+            values = values / tf.cast(self.size_tensor(), values.dtype)
+        return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
+
+    def _gather_exact(self, tensor, name: str) -> tf.Tensor:
+        gathered = self._hvd.allgather(tensor, name=name, ignore_name_scope=True, process_set=self.process_set)
+        width = tensor.dtype.size
+        _count(width * (tf.size(gathered, out_type=tf.int64) - tf.size(tensor, out_type=tf.int64)))
+        return gathered
+
+    def gather_text(self, text: str, name: str) -> list[str]:
+        """Every worker's text, in order of rank. Eager; control traffic, not counted."""
+        raw = tf.constant(list(text.encode()), tf.uint8)
+        # Sizes first: an empty or shorter text must not shift the others.
+        sizes = self._hvd.allgather(tf.constant([len(raw)]), name=f"{name}_sizes", process_set=self.process_set)
+        everything = self._hvd.allgather(raw, name=name, process_set=self.process_set)
+        return [bytes(part.numpy()).decode() for part in tf.split(everything, sizes)]
+
+
 class LoopbackComm:
     """One of N workers that live in the threads of one process. Eager only.
 
@@ -177,6 +220,6 @@ def _counter() -> tf.Variable:
         return _counter_variable
 
 
-def _count(elements_of_one_byte: tf.Tensor) -> None:
+def _count(sent: tf.Tensor) -> None:
     with tf.device("CPU:0"):
-        _counter().assign_add(tf.cast(elements_of_one_byte, tf.int64))
+        _counter().assign_add(tf.cast(sent, tf.int64))

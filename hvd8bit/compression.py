@@ -123,7 +123,7 @@ class EightBitCompressor(Compressor):
         # In an elastic job the number of workers may grow under a graph that one worker alone has built.
         workers = comm.size()
         if workers == 1 and (tf.executing_eagerly() or not collectives.elastic()):
-            return tensor, None
+            return self._pass(tensor)
         reason = self.select.reason_to_pass(
             tensor.dtype.name, tensor.shape.num_elements(), max(workers, 2), self.encoding
         )

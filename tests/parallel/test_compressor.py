@@ -1,9 +1,7 @@
 import launch
 import pytest
 
-CASES = ["cases_allreduce.py"]
-
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
-def test_horovods_own_calls(workers):
-    launch.run_cases(CASES, workers=workers)
+def test_horovods_calls_and_our_wrappers(workers):
+    launch.run_cases(["cases_allreduce.py", "cases_wrappers.py"], workers=workers)

@@ -1,0 +1,119 @@
+"""`DistributedGradientTape`: a gradient tape whose gradients are those of all workers."""
+
+from __future__ import annotations
+
+import itertools
+
+import tensorflow as tf
+
+from hvd8bit import collectives
+from hvd8bit.compression import EightBit
+from hvd8bit.reduction import reduce_gradients
+from hvd8bit.variables import name_of, tf_variable
+
+
+class DistributedGradientTape:
+    """Wraps a `tf.GradientTape`; `gradient` reduces over all workers. For tf and Keras variables alike.
+
+        with tf.GradientTape() as tape:
+            loss = ...
+        tape = hvd8bit.DistributedGradientTape(tape)
+        gradients = tape.gradient(loss, model.trainable_variables)
+
+    Args:
+      tape: the tape that recorded. It can also be recorded on afterwards: `with` and `watch` work here.
+      compression: `EightBit`, or any Horovod compressor.
+      sparse_as_dense, op, gradient_predivide_factor, process_set: see `hvd8bit.reduction.reduce_gradients`.
+      scale_local_gradients: gradients of local variables (`register_local_source`) are divided by the number of workers.
+      name: prefix of the collectives' names, the same on all workers. Tapes whose gradients are under way at the same
+        time need names of their own.
+    """
+
+    def __init__(
+        self,
+        tape: tf.GradientTape,
+        *,
+        compression=EightBit,
+        sparse_as_dense: bool = False,
+        op=None,
+        gradient_predivide_factor: float = 1.0,
+        process_set=None,
+        scale_local_gradients: bool = True,
+        name: str = "hvd8bit_tape",
+    ):
+        if isinstance(tape, DistributedGradientTape):
+            raise ValueError("tape must not be a DistributedGradientTape already: its gradients would be reduced twice")
+        self._tape = tape
+        self._scale_local_gradients = scale_local_gradients
+        self._process_set = process_set
+        self._local: set = set()
+        self._settings = {
+            "compression": compression,
+            "sparse_as_dense": sparse_as_dense,
+            "op": op,
+            "gradient_predivide_factor": gradient_predivide_factor,
+            "process_set": process_set,
+            "scope": name,
+        }
+
+    def __enter__(self):
+        self._tape.__enter__()
+        return self
+
+    def __exit__(self, *exception):
+        return self._tape.__exit__(*exception)
+
+    def __getattr__(self, name):
+        if name == "_tape":  # not there yet, or ever, in a copy
+            raise AttributeError(name)
+        return getattr(self._tape, name)
+
+    def register_local_source(self, source) -> None:
+        """Leaves this variable's gradient to the worker itself."""
+        self._local.add(_reference(source))
+
+    def gradient(self, target, sources, output_gradients=None, use_generic_names: bool = False):
+        """Gradients like `tf.GradientTape.gradient`'s, reduced over all workers.
+
+        Args:
+          target, sources, output_gradients: as there; `sources` may be nested.
+          use_generic_names: take the gradients' positions for names, so that workers may name variables otherwise.
+
+        Returns:
+          The structure of `sources`; None where a source does not count for the target.
+        """
+        watched = tf.nest.map_structure(tf_variable, sources)
+        gradients = tf.nest.flatten(self._tape.gradient(target, watched, output_gradients))
+        flat = tf.nest.flatten(sources)
+        shared = [i for i, source in enumerate(flat) if _reference(source) not in self._local]
+        names = [f"grad_{i}" if use_generic_names else name_of(flat[i]) for i in shared]
+        reduced = reduce_gradients([gradients[i] for i in shared], _unique(names), **self._settings)
+        for i, gradient in zip(shared, reduced):
+            gradients[i] = gradient
+        if self._local and self._scale_local_gradients:
+            size = collectives.HorovodComm(self._process_set).size_tensor()
+            for i in set(range(len(flat))) - set(shared):
+                gradients[i] = _divided(gradients[i], size)
+        return tf.nest.pack_sequence_as(sources, gradients)
+
+
+def _divided(gradient, size):
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(_divided(gradient.values, size), gradient.indices, gradient.dense_shape)
+    return gradient / tf.cast(size, gradient.dtype)
+
+
+def _reference(source):
+    return tf_variable(source).ref()
+
+
+def _unique(names: list[str]) -> list[str]:
+    """Names with a number appended where they repeat."""
+    seen: dict[str, itertools.count] = {}
+    unique = []
+    for name in names:
+        count = next(seen.setdefault(name, itertools.count()))
+        unique.append(f"{name}#{count}" if count else name)
+    return unique

@@ -1,0 +1,21 @@
+"""TensorFlow's and Keras' variables under one roof."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+
+def tf_variable(variable):
+    """The TensorFlow variable inside a Keras 3 variable; anything else as it is."""
+    # Not tf.is_tensor: a Keras variable counts as a tensor there.
+    if isinstance(variable, (tf.Variable, tf.Tensor)):
+        return variable
+    value = getattr(variable, "value", None)
+    return variable if value is None or callable(value) else value
+
+
+def name_of(variable) -> str:
+    """A name that is the same on all workers: a Keras variable's path, else the name, else the shape."""
+    if isinstance(variable, tf.Tensor):
+        return f"tensor_{'x'.join(map(str, variable.shape))}"
+    return getattr(variable, "path", None) or variable.name

@@ -1,0 +1,255 @@
+"""hvd8bit's own wrappers: the gradient tape, lists of gradients, broadcast; and what they say when workers differ."""
+
+import logging
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from oracle import exchanged, rank_values
+
+import hvd8bit
+from hvd8bit import collectives, reduction
+
+ALL = hvd8bit.EightBit(min_elements=0)
+
+
+def reduce(gradients, names=None, **settings):
+    settings = {"compression": ALL, "scope": "test", **settings}
+    return reduction.reduce_gradients(gradients, names or [f"v{i}" for i in range(len(gradients))], **settings)
+
+
+def assert_weights_agree(hvd, tensors):
+    crc = [float(tf.reduce_sum(tf.cast(t, tf.float64) * 1.000001)) for t in tensors]
+    everyone = hvd.allgather(tf.constant([crc], tf.float64), name="crc").numpy()
+    assert np.all(everyone == everyone[0])
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+def test_list_equals_the_reference(hvd, traced):
+    shapes = [[3000], [50, 60], [5], []]
+    values = {r: [rank_values(r, s, seed=i) for i, s in enumerate(shapes)] for r in range(hvd.size())}
+    run = tf.function(reduce) if traced else reduce
+    got = run([tf.constant(v) for v in values[hvd.rank()]])
+    # The list is packed from its end, as the backward pass makes it.
+    expected = exchanged([values[r][::-1] for r in range(hvd.size())], ALL.encoding)[::-1]
+    for ours, right in zip(got, expected):
+        np.testing.assert_array_equal(ours.numpy(), right)
+
+
+def test_what_is_not_compressed_is_exact(hvd):
+    """FIELD-CASES S5, A6: small, integer, sparse and absent gradients beside compressed ones."""
+    n, r = hvd.size(), hvd.rank()
+    rows = tf.IndexedSlices(tf.fill([2, 4], r + 1.0), tf.constant([r, 5]), dense_shape=tf.constant([8, 4]))
+    tensors = [
+        tf.fill([2000], float(r)),
+        tf.constant([0.1 * (r + 1)] * 10),
+        tf.constant([r, 1], tf.int64),
+        None,
+        rows,
+        tf.constant([1.5] * 3, tf.bfloat16),
+    ]
+    got = reduce(tensors, compression=hvd8bit.EightBit)
+    assert np.all(got[0].numpy() == np.float32((n - 1) / 2))
+    np.testing.assert_allclose(got[1].numpy(), 0.1 * (n + 1) / 2, rtol=1e-6)
+    assert got[2].numpy().tolist() == [(n - 1) // 2, 1] if n % 2 else True
+    assert got[3] is None
+    assert got[5].dtype == tf.bfloat16
+    assert np.all(tf.cast(got[5], tf.float32).numpy() == 1.5)
+    dense = tf.convert_to_tensor(got[4]).numpy()[:, 0] if n > 1 else None
+    if n == 2:
+        assert dense.tolist() == [0.5, 1, 0, 0, 0, 1.5, 0, 0]
+    packed = reduce([rows, tf.ones([2000])], sparse_as_dense=True)
+    if n == 2:
+        np.testing.assert_allclose(packed[0].numpy()[:, 0], [0.5, 1, 0, 0, 0, 1.5, 0, 0], atol=0.0172 * 1.5)
+        assert np.all(packed[0].numpy()[[2, 3, 4, 6, 7]] == 0)
+
+
+def test_sum_and_predivide(hvd):
+    n = hvd.size()
+    x = [tf.fill([1500], hvd.rank() + 1.0)]
+    assert np.all(reduce(x, op=hvd.Sum)[0].numpy() == n * (n + 1) / 2)
+    assert np.all(reduce(x, gradient_predivide_factor=2.0)[0].numpy() == (n + 1) / 2)
+    np.testing.assert_allclose(reduce(x, gradient_predivide_factor=3.0)[0].numpy(), (n + 1) / 2, rtol=1e-6)
+    for wrong in ({"op": hvd.Max}, {"op": hvd.Sum, "gradient_predivide_factor": 2.0}, {"gradient_predivide_factor": 0}):
+        with pytest.raises(ValueError, match="op must be|gradient_predivide_factor must be"):
+            reduce(x, **wrong)
+
+
+@pytest.mark.parametrize("name", ["none", "fp16"])
+def test_horovods_own_compressors_work_too(hvd, name):
+    x = [tf.fill([1500], hvd.rank() + 1.0), tf.fill([3], 2.0)]
+    got = reduce(x, compression=getattr(hvd.Compression, name))
+    for tensor, right in zip(got, [(hvd.size() + 1) / 2, 2.0]):
+        np.testing.assert_allclose(tensor.numpy(), right, rtol=1e-3)
+    collectives.reset_sent_bytes()
+    reduce([tf.ones([3000])], compression=getattr(hvd.Compression, name))
+    width = {"none": 4, "fp16": 2}[name]
+    assert collectives.sent_bytes() == 2 * (hvd.size() - 1) * width * 3000 // hvd.size()
+
+
+@pytest.mark.parametrize(
+    ("mine", "expected"),
+    [
+        (lambda r: ([tf.ones([2000 + r])], ["dense/kernel"], {}), r"gradient 0.*dense/kernel: float32 \(2000,\).*2001"),
+        (lambda r: ([tf.ones([20, 100] if r else [100, 20])], ["kernel"], {}), r"kernel: float32 \(100, 20\).*20, 100"),
+        (lambda r: ([tf.ones([2000], tf.float16 if r else tf.float32)], ["k"], {}), r"k: float32.*k: float16"),
+        (lambda r: ([tf.ones([2000])] * (1 + min(r, 1)), ["k", "b"][: 1 + min(r, 1)], {}), r"no such gradient"),
+        (lambda r: ([tf.ones([2000])], ["b" if r else "k"], {}), r"'k: .*'b: "),
+        (
+            lambda r: ([tf.ones([2000])], ["k"], {"compression": ALL(data_type="linear" if r else "mantissa")}),
+            r"the settings.*mantissa.*linear",
+        ),
+    ],
+    ids=["shape", "dimensions", "dtype", "number", "name", "setting"],
+)
+def test_workers_that_differ_are_told_before_anything_is_exchanged(hvd, mine, expected):
+    """FIELD-CASES D7: an error on every worker that names the gradient and both values."""
+    if hvd.size() == 1:
+        return
+    gradients, names, settings = mine(hvd.rank())
+    with pytest.raises(ValueError, match=f"(?s)workers differ in .*{expected}"):
+        reduce(gradients, names, **settings)
+    with pytest.raises(ValueError, match="workers differ in"):
+        tf.function(lambda: reduce(gradients, names, **settings))()
+    assert np.all(reduce([tf.ones([10])])[0].numpy() == 1)  # nothing is stuck
+
+
+def test_layer_numbers_of_keras_may_differ(hvd):
+    got = reduce([tf.fill([2000], float(hvd.rank()))], [f"dense_{hvd.rank() + 3}/kernel"])
+    assert np.all(got[0].numpy() == np.float32((hvd.size() - 1) / 2))
+
+
+def test_retrace_of_one_worker_alone(hvd):
+    """A worker that traces again, with an extra op in its graph, says nothing and waits for nobody."""
+    x = tf.fill([2000], float(hvd.rank()))
+    mean = np.float32((hvd.size() - 1) / 2)
+
+    @tf.function(reduce_retracing=False)
+    def bare(t, extra):
+        if extra:
+            t = t * tf.sqrt(tf.cast(extra, tf.float32)) / tf.sqrt(tf.cast(extra, tf.float32))
+        return hvd.allreduce(tf.identity(t, name="gradient"), compression=hvd8bit.EightBit)
+
+    @tf.function(reduce_retracing=False)
+    def listed(t, extra):
+        scale = tf.sqrt(tf.cast(extra + 1, tf.float32))
+        return reduce([t * scale / scale])[0]
+
+    for extra in (0, 0, 1 if hvd.rank() == 0 else 0, 0):
+        np.testing.assert_allclose(bare(x, extra).numpy(), mean)
+        np.testing.assert_allclose(listed(x, extra).numpy(), mean, rtol=1e-2)
+
+
+@pytest.mark.parametrize("wrapper", ["hvd8bit", "horovod", "horovod with groups"])
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+def test_gradient_tape(hvd, wrapper, traced):
+    """FIELD-CASES D2 and D0: other names on one rank, same weights on all."""
+    if hvd.rank() == 0:
+        for _ in range(3):
+            tf.keras.layers.Dense(2)(tf.ones([1, 1]))
+    if wrapper != "hvd8bit" and hvd.size() == 1:
+        return
+    w = tf.Variable(tf.zeros([1200]), name="w")
+    b = tf.Variable(0.0, name="b")
+
+    def step():
+        with tf.name_scope("outer" if hvd.rank() else "other"), tf.GradientTape() as tape:
+            loss = (tf.reduce_sum(w) + b) * (hvd.rank() + 1.0)
+        if wrapper == "hvd8bit":
+            tape = hvd8bit.DistributedGradientTape(tape, compression=ALL, name=f"tape_{traced}")
+        else:
+            groups = {"groups": 1} if wrapper.endswith("groups") else {}
+            tape = hvd.DistributedGradientTape(tape, compression=ALL, **groups)
+        return tape.gradient(loss, [w, b], use_generic_names=True)
+
+    run = tf.function(step) if traced else step
+    for _ in range(2):
+        gradients = run()
+        for gradient in gradients:
+            assert np.all(gradient.numpy() == np.float32((hvd.size() + 1) / 2))
+
+
+def test_tape_with_local_sources_nests_and_keras_variables(hvd):
+    model = tf.keras.Sequential([tf.keras.layers.Input([40]), tf.keras.layers.Dense(50)])
+    hvd8bit.broadcast_variables(model.variables)
+    local = tf.Variable(2.0, name="local")
+    unused = tf.Variable(1.0, name="unused")
+    with hvd8bit.DistributedGradientTape(tf.GradientTape(persistent=True), name="nested") as tape:
+        loss = tf.reduce_sum(model(tf.ones([1, 40]))) * (hvd.rank() + 1.0) + local * hvd.size()
+    tape.register_local_source(local)
+    weights = list(model.trainable_variables)
+    gradients = tape.gradient(loss, {"weights": weights, "local": local, "unused": unused})
+    for gradient in gradients["weights"]:
+        assert np.all(gradient.numpy() == np.float32((hvd.size() + 1) / 2))
+    assert float(gradients["local"]) == 1.0
+    assert gradients["unused"] is None
+    with pytest.raises(ValueError, match="tape must not be"):
+        hvd8bit.DistributedGradientTape(tape)
+
+
+def test_broadcast_of_all_kinds_of_variables(hvd):
+    keras_variable = tf.keras.layers.Dense(3)
+    keras_variable.build([None, 4])
+    variables = {
+        "keras": keras_variable.weights,
+        "tf": [tf.Variable(tf.cast(tf.fill([3], hvd.rank() + 1), d)) for d in ("float32", "bfloat16", "float16", "int64")],
+        "scalar": tf.Variable(hvd.rank()),
+        "flag": tf.Variable(hvd.rank() == 0),
+        "uint32": tf.Variable(tf.cast(hvd.rank() + 7, tf.uint32)),
+    }
+    hvd8bit.broadcast_variables(variables, root_rank=0)
+    assert int(variables["scalar"]) == 0
+    assert bool(variables["flag"])
+    assert int(variables["uint32"]) == 7
+    assert all(np.all(tf.cast(v, tf.float32).numpy() == 1) for v in variables["tf"])
+    assert_weights_agree(hvd, [tf.convert_to_tensor(v) for v in keras_variable.weights])
+
+
+def test_replicas_stay_bit_identical(hvd):
+    """FIELD-CASES D0: ten steps on different data."""
+    w = tf.Variable(rank_values(0, [300, 40]))
+    for step in range(10):
+        x = tf.constant(rank_values(hvd.rank(), [16, 300], seed=step + 1))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(x @ w))
+        w.assign_sub(0.01 * hvd8bit.DistributedGradientTape(tape, name="d0").gradient(loss, [w])[0])
+    bits = hvd.allgather(tf.constant(w.numpy().view(np.uint8)[None]), name="bits").numpy()
+    assert np.all(bits == bits[0])
+
+
+def test_bare_compressor_with_other_shapes_or_settings(hvd, caplog):
+    """FIELD-CASES D7 where no wrapper sees the list: the chunk headers tell every worker."""
+    if hvd.size() == 1:
+        return
+    r = hvd.rank()
+    for other in (
+        lambda: hvd.allreduce(tf.ones([2000 + r]), compression=ALL),
+        lambda: hvd.allreduce(tf.ones([20, 100] if r else [100, 20]), compression=ALL),
+        lambda: hvd.allreduce(tf.ones([2000], tf.float16 if r else tf.float32), compression=ALL),
+    ):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="(?s)chunk from worker.*holds other tensors.*2000|2001|20"):
+            other()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="(?s)other settings.*data_type"):
+        hvd.allreduce(tf.ones([2000]), compression=ALL(data_type="linear" if r else "mantissa"))
+    assert np.all(hvd.allreduce(tf.ones([2000]), compression=ALL).numpy() == 1)
+
+
+def test_allreduce_of_the_api(hvd):
+    mean = np.float32((hvd.size() + 1) / 2)
+    x = tf.Variable(tf.fill([2000], hvd.rank() + 1.0))
+    assert np.all(hvd8bit.allreduce(x, name="api").numpy() == mean)
+    assert np.all(hvd8bit.allreduce(x, op=hvd8bit.Sum, name="api").numpy() == hvd.size() * mean)
+    many = hvd8bit.grouped_allreduce([x, x], compression=hvd8bit.EightBit(data_type="linear"), name="apis")
+    assert all(np.all(y.numpy() == mean) for y in many)
+
+
+def test_small_tensors_are_named_once_in_the_log(hvd, caplog):
+    if hvd.size() == 1:
+        return
+    from hvd8bit import compression
+
+    compression._logged.clear()
+    with caplog.at_level(logging.INFO, logger="hvd8bit"):
+        for _ in range(3):
+            hvd.allreduce(tf.ones([10]), compression=hvd8bit.EightBit, name="small")
+    assert sum("min_elements=1024" in record.message for record in caplog.records) == 1
