@@ -224,6 +224,11 @@ class _Handle:
                 f"op must be Average or Sum with compression={self.compressor!r}, got "
                 f"{names.get(reduce_op, 'Product')} for {self.tensor.name}: use compression=hvd.Compression.none there"
             )
+        if op.type == "HorovodAllreduce":
+            _log_once(
+                "tensors of hvd.allreduce travel one by one; grouped_allreduce, or groups=1 in Horovod's optimizers and "
+                "gradient tape, sends them as one buffer"
+            )
         process_set_id = op.get_attr("process_set_id")
         if process_set_id != self.comm.process_set_id:
             raise ValueError(

@@ -234,6 +234,36 @@ def test_bare_compressor_with_other_shapes_or_settings(hvd, caplog):
     assert np.all(hvd.allreduce(tf.ones([2000]), compression=ALL).numpy() == 1)
 
 
+@pytest.mark.parametrize("elastic", [False, True], ids=["fixed", "elastic"])
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+def test_one_worker_is_left_alone(hvd, monkeypatch, elastic, traced):
+    """FIELD-CASES D5: with one worker nothing is rounded, whether the job could grow or not."""
+    if elastic:
+        monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    x = rank_values(0, [3000])
+    w = tf.Variable(tf.zeros([3000]))
+
+    def step(wrap):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(w * x)
+        return wrap(tape).gradient(loss, [w])[0]
+
+    for number, wrap in enumerate(
+        [
+            lambda tape: hvd8bit.DistributedGradientTape(tape, name=f"alone_{elastic}_{traced}"),
+            lambda tape: hvd.DistributedGradientTape(tape, compression=hvd8bit.EightBit),
+            lambda tape: hvd.DistributedGradientTape(tape, compression=hvd8bit.EightBit, groups=1),
+        ]
+    ):
+        collectives.reset_sent_bytes()
+        got = (tf.function(step) if traced else step)(wrap).numpy()
+        if hvd.size() == 1:
+            np.testing.assert_array_equal(got, x, err_msg=f"wrapper {number}")
+            assert collectives.sent_bytes() == 0
+        else:
+            np.testing.assert_array_equal(got, exchanged([[x]] * hvd.size(), hvd8bit.EightBit.encoding)[0])
+
+
 def test_allreduce_of_the_api(hvd):
     mean = np.float32((hvd.size() + 1) / 2)
     x = tf.Variable(tf.fill([2000], hvd.rank() + 1.0))
