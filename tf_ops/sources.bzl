@@ -2,6 +2,8 @@
 
 SOURCES = [
     "codec/codebook.cc",
+    "codec/cpu/avx2.cc",
+    "codec/cpu/avx512.cc",
     "codec/cpu/dispatch.cc",
     "codec/cpu/scalar.cc",
     "codec/layout.cc",
@@ -10,10 +12,14 @@ SOURCES = [
     "ops/codec_ops.cc",
 ]
 
+# What codec/cpu/dispatch.cc chooses from on x86-64, fastest first.
+BACKENDS = ["avx512", "avx2", "scalar"]
+
 HEADERS = [
     "codec/codebook.h",
     "codec/cpu/backend.h",
     "codec/cpu/kernels.inc",
+    "codec/cpu/portable.inc",
     "codec/float_types.h",
     "codec/format.h",
     "codec/layout.h",

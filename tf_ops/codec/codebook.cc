@@ -32,6 +32,16 @@ Codebook MakeCodebook(const float (&magnitudes)[128]) {
       index = static_cast<uint8_t>(i);
     }
   }
+  std::array<float, 127> thresholds;  // [i]: between i and i + 1
+  for (int i = 126; i >= 0; --i) {
+    thresholds[i] =
+        magnitudes[i] == magnitudes[i + 1] ? thresholds[i + 1] : Threshold(magnitudes[i], magnitudes[i + 1]);
+  }
+  for (int level = 0, node = 0; level < 7; ++level) {
+    for (int j = 0; j < 1 << level; ++j, ++node) {
+      book.tree[node] = thresholds[((2 * j + 1) << (6 - level)) - 1];
+    }
+  }
   book.first_bucket = steps.front().first >> Codebook::kBucketShift;
   const uint32_t last_bucket = FloatBits(1.f) >> Codebook::kBucketShift;
   size_t step = 0;
@@ -46,7 +56,8 @@ Codebook MakeCodebook(const float (&magnitudes)[128]) {
     }
     book.buckets.push_back(entry);
     if (step < steps.size() && steps[step].first >> Codebook::kBucketShift == bucket) {
-      std::fprintf(stderr, "hvd8bit: two thresholds in one bucket; kBucketShift does not fit this data type\n");
+      std::fprintf(stderr,
+                   "hvd8bit: two thresholds in one bucket; kBucketShift does not fit this data type\n");
       std::abort();  // a constant of the build, found by any test that loads the library
     }
   }

@@ -11,23 +11,28 @@
 
 namespace hvd8bit {
 
-// Rounding rule: y in [0, 1] gets the index of the nearest magnitude; in the middle between two the smaller one; of
-// equal magnitudes the first.
+// Rounding rule: y in [0, 1] gets the index of the nearest magnitude; in the middle between two the smaller
+// one; of equal magnitudes the first.
 //
-// The table has one bucket for each (exponent, 6 bits of mantissa) of y. No bucket holds more than one threshold, so
-// that one integer comparison decides. 6 bits, since `linear` puts thresholds 1/127 apart in [0.5, 1).
+// The table has one bucket for each (exponent, 6 bits of mantissa) of y. No bucket holds more than one
+// threshold, so that one integer comparison decides. 6 bits, since `linear` puts thresholds 1/127 apart in
+// [0.5, 1).
 struct Codebook {
   struct Bucket {
     uint32_t threshold;  // bits of the largest float32 that still belongs below
-    uint8_t below;  // the index below the threshold
-    uint8_t step;   // what to add above it: an addition, since a branch would be mispredicted half the time
+    uint8_t below;       // the index below the threshold
+    uint8_t step;  // what to add above it: an addition, since a branch would be mispredicted half the time
     uint16_t unused;
   };
   static constexpr int kBucketShift = 23 - 6;
 
   std::array<float, 128> magnitudes;
   std::array<float, 256> values;  // by code, with the sign; 0x80 reads as 0
-  uint32_t first_bucket;          // of everything smaller too
+  // The 127 thresholds between neighbouring indices as a search tree, level by level: y is above node j's
+  // threshold or not, and goes to node 2j + 1 or 2j of the next level. Equal magnitudes share the threshold
+  // above them, so that the number of thresholds below y is its index.
+  std::array<float, 127> tree;
+  uint32_t first_bucket;  // of everything smaller too
   std::vector<Bucket> buckets;
 
   // `bits` of a float32 in [0, 1].

@@ -1,5 +1,5 @@
-// The packed layout: which block of which tensor lies where in which chunk (docs/wire-format.md). hvd8bit/layout.py
-// is the same in Python.
+// The packed layout: which block of which tensor lies where in which chunk (docs/wire-format.md).
+// hvd8bit/layout.py is the same in Python.
 #ifndef HVD8BIT_CODEC_LAYOUT_H_
 #define HVD8BIT_CODEC_LAYOUT_H_
 

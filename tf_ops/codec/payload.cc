@@ -12,7 +12,8 @@
 namespace hvd8bit {
 namespace {
 
-// TensorFlow runs CPU kernels with flush-to-zero on, which would make scales below 2^-126 vanish here and nowhere else.
+// TensorFlow runs CPU kernels with flush-to-zero on, which would make scales below 2^-126 vanish here and
+// nowhere else.
 class FullFloatRange {
  public:
 #if defined(__SSE__)
@@ -58,8 +59,8 @@ class BlockRow {
     }
   }
 
-  // Calls fn(piece, block of the piece, offset of its codes, offset of its chunk's scales) for each block, with the
-  // whole range of floats at work. `cost` is in cycles per element.
+  // Calls fn(piece, block of the piece, offset of its codes, offset of its chunk's scales) for each block,
+  // with the whole range of floats at work. `cost` is in cycles per element.
   template <typename Fn>
   void ForEach(const ParallelFor& parallel_for, int64_t cost, Fn fn) const {
     if (blocks_ == 0) {
@@ -75,7 +76,8 @@ class BlockRow {
         for (; at < stop; ++at) {
           const Piece& piece = *row->piece;
           const int64_t block = at - row->first_block;
-          fn(piece, block, row->chunk + kHeaderBytes + piece.codes_offset + block * piece.block_size, row->scales);
+          fn(piece, block, row->chunk + kHeaderBytes + piece.codes_offset + block * piece.block_size,
+             row->scales);
         }
       }
     });
@@ -155,6 +157,7 @@ std::string CheckHeader(const Plan& plan, const Layout::Chunk& chunk, int64_t sh
                  std::to_string(kFormatVersion) + "; install the same hvd8bit on all workers");
   }
   if (header.data_type != plan.spec.data_type || header.block_size != plan.spec.block_size ||
+      header.rounding != static_cast<uint8_t>(plan.spec.rounding) ||
       header.settings_hash != SettingsHash(plan.spec)) {
     return wrong("was encoded with other settings: " + DescribeSettings(header.data_type, header.block_size) +
                  ", this worker uses " + DescribeSettings(plan.spec.data_type, plan.spec.block_size) +
@@ -164,17 +167,19 @@ std::string CheckHeader(const Plan& plan, const Layout::Chunk& chunk, int64_t sh
     return wrong("was cut for " + std::to_string(header.shards) + " workers, this worker counts " +
                  std::to_string(plan.layout.shards()));
   }
-  if (header.layout_hash != plan.layout.hash() || header.elements != static_cast<uint64_t>(plan.layout.elements()) ||
+  if (header.layout_hash != plan.layout.hash() ||
+      header.elements != static_cast<uint64_t>(plan.layout.elements()) ||
       header.tensors != plan.layout.tensors() || header.slices != plan.layout.slices()) {
     return wrong("holds other tensors: " + std::to_string(header.elements) + " elements in " +
                  std::to_string(header.tensors) + " tensor(s), this worker has " +
-                 std::to_string(plan.layout.elements()) + " elements in " + std::to_string(plan.layout.tensors()) +
-                 ": " + DescribeTensors(plan.tensors) +
+                 std::to_string(plan.layout.elements()) + " elements in " +
+                 std::to_string(plan.layout.tensors()) + ": " + DescribeTensors(plan.tensors) +
                  "; number, order, shapes and dtypes of the tensors must be the same on all workers");
   }
   if (header.shard != shard || header.slice != slice) {
-    return wrong("is part " + std::to_string(header.slice) + " of shard " + std::to_string(header.shard) + " where part " +
-                 std::to_string(slice) + " of shard " + std::to_string(shard) + " was expected");
+    return wrong("is part " + std::to_string(header.slice) + " of shard " + std::to_string(header.shard) +
+                 " where part " + std::to_string(slice) + " of shard " + std::to_string(shard) +
+                 " was expected");
   }
   if (bytes != chunk.Bytes() || header.blocks != chunk.blocks ||
       header.code_bytes != static_cast<uint64_t>(chunk.code_bytes)) {
@@ -192,8 +197,9 @@ std::string CheckSpec(const Spec& spec) {
   }
   if (spec.block_size != 0 && (spec.block_size < kMinBlockSize || spec.block_size > kMaxBlockSize ||
                                spec.block_size % kAlignment != 0)) {
-    return "block_size must be a multiple of " + std::to_string(kAlignment) + " in [" + std::to_string(kMinBlockSize) +
-           ", " + std::to_string(kMaxBlockSize) + "], or 0 for one block, got " + std::to_string(spec.block_size);
+    return "block_size must be a multiple of " + std::to_string(kAlignment) + " in [" +
+           std::to_string(kMinBlockSize) + ", " + std::to_string(kMaxBlockSize) +
+           "], or 0 for one block, got " + std::to_string(spec.block_size);
   }
   if (!(spec.fixed_scale >= 0.f && spec.fixed_scale <= 3.4028234e38f)) {
     return "fixed_scale must be finite and not negative, got " + std::to_string(spec.fixed_scale);
@@ -217,13 +223,15 @@ void EncodeList(const Plan& plan, const std::vector<Layout::Chunk>& chunks, int6
     offset += chunks[shard].Bytes();
   }
   const Codebook& book = GetCodebook(plan.spec.data_type);
-  BlockRow(chunks).ForEach(parallel_for, 8, [&](const Piece& piece, int64_t block, int64_t codes, int64_t scales) {
-    const int64_t start = piece.BlockStart(block);
-    float scale;
-    plan.backend->encode(plan.tensors[piece.tensor].dtype, data[piece.tensor], start, piece.BlockStop(block) - start,
-                         book, plan.spec.fixed_scale, payload + codes, &scale);
-    WriteScale(payload + scales, piece.first_block + block, scale);
-  });
+  BlockRow(chunks).ForEach(parallel_for, 8,
+                           [&](const Piece& piece, int64_t block, int64_t codes, int64_t scales) {
+                             const int64_t start = piece.BlockStart(block);
+                             float scale;
+                             plan.backend->encode(plan.tensors[piece.tensor].dtype, data[piece.tensor], start,
+                                                  piece.BlockStop(block) - start, book, plan.spec.fixed_scale,
+                                                  payload + codes, &scale);
+                             WriteScale(payload + scales, piece.first_block + block, scale);
+                           });
 }
 
 std::string CheckShards(const Plan& plan, const Layout::Chunk& chunk, int64_t shard, int64_t slice,
@@ -235,8 +243,8 @@ std::string CheckShards(const Plan& plan, const Layout::Chunk& chunk, int64_t sh
   int64_t offset = 0;
   for (size_t worker = 0; worker < sent.size(); ++worker) {
     if (sent[worker] < 0 || sent[worker] > bytes - offset) {
-      return "the payload is truncated: " + std::to_string(bytes) + " bytes, and worker " + std::to_string(worker) +
-             "'s chunk would end at " + std::to_string(offset + sent[worker]);
+      return "the payload is truncated: " + std::to_string(bytes) + " bytes, and worker " +
+             std::to_string(worker) + "'s chunk would end at " + std::to_string(offset + sent[worker]);
     }
     const std::string error = CheckHeader(plan, chunk, shard, slice, payload + offset, sent[worker],
                                           "worker " + std::to_string(worker));
@@ -245,34 +253,35 @@ std::string CheckShards(const Plan& plan, const Layout::Chunk& chunk, int64_t sh
     }
     offset += sent[worker];
   }
-  return offset == bytes ? "" : "the payload is oversized: " + std::to_string(bytes) + " bytes where " +
-                                    std::to_string(offset) + " were expected";
+  return offset == bytes ? ""
+                         : "the payload is oversized: " + std::to_string(bytes) + " bytes where " +
+                               std::to_string(offset) + " were expected";
 }
 
-void ReduceShards(const Plan& plan, const Layout::Chunk& chunk, int64_t shard, int64_t slice, const uint8_t* payload,
-                  uint8_t* out, const ParallelFor& parallel_for) {
+void ReduceShards(const Plan& plan, const Layout::Chunk& chunk, int64_t shard, int64_t slice,
+                  const uint8_t* payload, uint8_t* out, const ParallelFor& parallel_for) {
   PrepareChunk(plan, chunk, shard, slice, out);
   const Codebook& book = GetCodebook(plan.spec.data_type);
   const int64_t shards = plan.layout.shards();
   // The mean is what a fixed scale was chosen for; the sum is up to `shards` times as large.
   const float fixed_scale = plan.spec.fixed_scale * static_cast<float>(shards);
-  BlockRow({chunk}).ForEach(
-      parallel_for, 4 * (shards + 2), [&](const Piece& piece, int64_t block, int64_t codes, int64_t scales) {
-        thread_local std::vector<const uint8_t*> from;
-        thread_local std::vector<float> from_scales;
-        from.resize(shards);
-        from_scales.resize(shards);
-        for (int64_t worker = 0; worker < shards; ++worker) {
-          const uint8_t* sent = payload + worker * chunk.Bytes();
-          from[worker] = sent + codes;
-          from_scales[worker] = ReadScale(sent + scales, piece.first_block + block);
-        }
-        float scale;
-        plan.backend->sum_and_encode(from.data(), from_scales.data(), shards,
-                                     piece.BlockStop(block) - piece.BlockStart(block), book, fixed_scale, out + codes,
-                                     &scale);
-        WriteScale(out + scales, piece.first_block + block, scale);
-      });
+  BlockRow({chunk}).ForEach(parallel_for, 4 * (shards + 2),
+                            [&](const Piece& piece, int64_t block, int64_t codes, int64_t scales) {
+                              thread_local std::vector<const uint8_t*> from;
+                              thread_local std::vector<float> from_scales;
+                              from.resize(shards);
+                              from_scales.resize(shards);
+                              for (int64_t worker = 0; worker < shards; ++worker) {
+                                const uint8_t* sent = payload + worker * chunk.Bytes();
+                                from[worker] = sent + codes;
+                                from_scales[worker] = ReadScale(sent + scales, piece.first_block + block);
+                              }
+                              float scale;
+                              plan.backend->sum_and_encode(from.data(), from_scales.data(), shards,
+                                                           piece.BlockStop(block) - piece.BlockStart(block),
+                                                           book, fixed_scale, out + codes, &scale);
+                              WriteScale(out + scales, piece.first_block + block, scale);
+                            });
 }
 
 std::string CheckReduced(const Plan& plan, const std::vector<Layout::Chunk>& chunks, int64_t slice,
@@ -288,20 +297,26 @@ std::string CheckReduced(const Plan& plan, const std::vector<Layout::Chunk>& chu
     }
     offset += chunks[shard].Bytes();
   }
-  return offset == bytes ? "" : "the payload is oversized: " + std::to_string(bytes) + " bytes where " +
-                                    std::to_string(offset) + " were expected";
+  return offset == bytes ? ""
+                         : "the payload is oversized: " + std::to_string(bytes) + " bytes where " +
+                               std::to_string(offset) + " were expected";
 }
 
-void DecodeList(const Plan& plan, const std::vector<Layout::Chunk>& chunks, const uint8_t* payload, double factor,
-                const std::vector<void*>& out, const ParallelFor& parallel_for) {
+void DecodeList(const Plan& plan, const std::vector<Layout::Chunk>& chunks, const uint8_t* payload,
+                double factor, const std::vector<void*>& out, const ParallelFor& parallel_for) {
   const Codebook& book = GetCodebook(plan.spec.data_type);
   const double shards = static_cast<double>(plan.layout.shards());
-  BlockRow(chunks).ForEach(parallel_for, 3, [&](const Piece& piece, int64_t block, int64_t codes, int64_t scales) {
-    const int64_t start = piece.BlockStart(block);
-    const double scale = ReadScale(payload + scales, piece.first_block + block);
-    plan.backend->decode(plan.tensors[piece.tensor].dtype, payload + codes, static_cast<float>(scale * factor / shards),
-                         piece.BlockStop(block) - start, book, out[piece.tensor], start);
-  });
+  constexpr int64_t kCachedElements =
+      1 << 20;  // 4 MB of float32; more would only push other data out of the caches
+  const bool stream = plan.layout.elements() > kCachedElements;
+  BlockRow(chunks).ForEach(
+      parallel_for, 3, [&](const Piece& piece, int64_t block, int64_t codes, int64_t scales) {
+        const int64_t start = piece.BlockStart(block);
+        const double scale = ReadScale(payload + scales, piece.first_block + block);
+        plan.backend->decode(plan.tensors[piece.tensor].dtype, payload + codes,
+                             static_cast<float>(scale * factor / shards), piece.BlockStop(block) - start,
+                             book, out[piece.tensor], start, stream);
+      });
 }
 
 }  // namespace hvd8bit

@@ -1,5 +1,5 @@
-// Lists of tensors to chunks and back: the three steps of the exchange, on plain pointers. Every chunk that was received
-// is checked before a byte of it is used.
+// Lists of tensors to chunks and back: the three steps of the exchange, on plain pointers. Every chunk that
+// was received is checked before a byte of it is used.
 #ifndef HVD8BIT_CODEC_PAYLOAD_H_
 #define HVD8BIT_CODEC_PAYLOAD_H_
 
@@ -13,9 +13,10 @@
 
 namespace hvd8bit {
 
-// Runs fn(begin, end) over ranges that make up [0, units), perhaps on several threads. `cost` is in cycles per unit.
-using ParallelFor =
-    std::function<void(int64_t units, int64_t cost, const std::function<void(int64_t begin, int64_t end)>& fn)>;
+// Runs fn(begin, end) over ranges that make up [0, units), perhaps on several threads. `cost` is in cycles
+// per unit.
+using ParallelFor = std::function<void(int64_t units, int64_t cost,
+                                       const std::function<void(int64_t begin, int64_t end)>& fn)>;
 
 // The functions below that return a string return what is wrong, or "".
 
@@ -37,15 +38,15 @@ void EncodeList(const Plan& plan, const std::vector<Layout::Chunk>& chunks, int6
 std::string CheckShards(const Plan& plan, const Layout::Chunk& chunk, int64_t shard, int64_t slice,
                         const uint8_t* payload, int64_t bytes, const std::vector<int64_t>& sent);
 // Their encoded sum, a chunk of the same size.
-void ReduceShards(const Plan& plan, const Layout::Chunk& chunk, int64_t shard, int64_t slice, const uint8_t* payload,
-                  uint8_t* out, const ParallelFor& parallel_for);
+void ReduceShards(const Plan& plan, const Layout::Chunk& chunk, int64_t shard, int64_t slice,
+                  const uint8_t* payload, uint8_t* out, const ParallelFor& parallel_for);
 
 // Check the chunks of one slice, one after another.
 std::string CheckReduced(const Plan& plan, const std::vector<Layout::Chunk>& chunks, int64_t slice,
                          const uint8_t* payload, int64_t bytes);
 // Decode them into the tensors at `out`, times `factor` / shards.
-void DecodeList(const Plan& plan, const std::vector<Layout::Chunk>& chunks, const uint8_t* payload, double factor,
-                const std::vector<void*>& out, const ParallelFor& parallel_for);
+void DecodeList(const Plan& plan, const std::vector<Layout::Chunk>& chunks, const uint8_t* payload,
+                double factor, const std::vector<void*>& out, const ParallelFor& parallel_for);
 
 }  // namespace hvd8bit
 

@@ -50,8 +50,8 @@ class ListOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ctx->GetAttr("data_type", &data_type));
     spec_.data_type = static_cast<uint8_t>(DataTypeByName(data_type));
     OP_REQUIRES(ctx, spec_.data_type != 0,
-                absl::InvalidArgumentError("data_type must be one of " + AllDataTypeNames() + ", got '" + data_type +
-                                           "'"));
+                absl::InvalidArgumentError("data_type must be one of " + AllDataTypeNames() + ", got '" +
+                                           data_type + "'"));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("block_size", &spec_.block_size));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("fixed_scale", &spec_.fixed_scale));
     const std::string error = CheckSpec(spec_);
@@ -62,8 +62,8 @@ class ListOp : public OpKernel {
     if (ctx->HasAttr("slice")) {
       OP_REQUIRES_OK(ctx, ctx->GetAttr("slice", &slice_));
       OP_REQUIRES(ctx, slice_ < slices_,
-                  absl::InvalidArgumentError("slice must be below slices, got slice " + std::to_string(slice_) + " of " +
-                                             std::to_string(slices_)));
+                  absl::InvalidArgumentError("slice must be below slices, got slice " +
+                                             std::to_string(slice_) + " of " + std::to_string(slices_)));
     }
     const std::string no_backend = ChooseBackend(&backend_);
     OP_REQUIRES(ctx, no_backend.empty(), absl::InvalidArgumentError(no_backend));
@@ -74,8 +74,8 @@ class ListOp : public OpKernel {
     const Tensor* shards;
     TF_RETURN_IF_ERROR(ctx->input("shards", &shards));
     if (shards->dims() != 0 || shards->scalar<int32_t>()() < 1 || shards->scalar<int32_t>()() > kMaxShards) {
-      return absl::InvalidArgumentError("shards must be a scalar in [1, " + std::to_string(kMaxShards) + "], got " +
-                                        shards->DebugString());
+      return absl::InvalidArgumentError("shards must be a scalar in [1, " + std::to_string(kMaxShards) +
+                                        "], got " + shards->DebugString());
     }
     std::vector<TensorInfo> infos;
     for (const Tensor& tensor : tensors) {
@@ -114,9 +114,10 @@ class EncodeListOp : public ListOp {
     int64_t bytes = 0;
     for (size_t shard = 0; shard < chunks.size(); ++shard) {
       OP_REQUIRES(ctx, chunks[shard].Bytes() <= std::numeric_limits<int32_t>::max(),
-                  absl::InvalidArgumentError("a chunk of " + std::to_string(chunks[shard].Bytes()) +
-                                             " bytes cannot be sent, at most 2^31 - 1 can; use more slices, a smaller "
-                                             "block_size or smaller tensors"));
+                  absl::InvalidArgumentError(
+                      "a chunk of " + std::to_string(chunks[shard].Bytes()) +
+                      " bytes cannot be sent, at most 2^31 - 1 can; use more slices, a smaller "
+                      "block_size or smaller tensors"));
       splits->vec<int32_t>()(shard) = static_cast<int32_t>(chunks[shard].Bytes());
       bytes += chunks[shard].Bytes();
     }
@@ -143,24 +144,27 @@ class ReduceShardsOp : public ListOp {
     OP_REQUIRES_OK(ctx, ctx->input("payload", &payload));
     OP_REQUIRES_OK(ctx, ctx->input("splits", &splits));
     OP_REQUIRES_OK(ctx, ctx->input("shard", &shard_input));
-    OP_REQUIRES(ctx, payload->dims() == 1 && splits->dims() == 1 && shard_input->dims() == 0,
-                absl::InvalidArgumentError("payload and splits must be vectors and shard a scalar, got shapes " +
-                                           payload->shape().DebugString() + ", " + splits->shape().DebugString() +
-                                           " and " + shard_input->shape().DebugString()));
+    OP_REQUIRES(
+        ctx, payload->dims() == 1 && splits->dims() == 1 && shard_input->dims() == 0,
+        absl::InvalidArgumentError("payload and splits must be vectors and shard a scalar, got shapes " +
+                                   payload->shape().DebugString() + ", " + splits->shape().DebugString() +
+                                   " and " + shard_input->shape().DebugString()));
     const int64_t shard = shard_input->scalar<int32_t>()();
     OP_REQUIRES(ctx, shard >= 0 && shard < plan->layout.shards(),
-                absl::InvalidArgumentError("shard must be in [0, " + std::to_string(plan->layout.shards()) + "), got " +
-                                           std::to_string(shard)));
+                absl::InvalidArgumentError("shard must be in [0, " + std::to_string(plan->layout.shards()) +
+                                           "), got " + std::to_string(shard)));
     const auto flat = splits->vec<int32_t>();
     const std::vector<int64_t> sent(flat.data(), flat.data() + flat.size());
     const Layout::Chunk chunk = plan->layout.GetChunk(shard, slice_);
     const uint8_t* received = payload->flat<uint8_t>().data();
-    const std::string error = CheckShards(*plan, chunk, shard, slice_, received, payload->NumElements(), sent);
+    const std::string error =
+        CheckShards(*plan, chunk, shard, slice_, received, payload->NumElements(), sent);
     OP_REQUIRES(ctx, error.empty(), Received(error));
 
     Tensor* reduced;
     OP_REQUIRES_OK(ctx, ctx->allocate_output("reduced", TensorShape({chunk.Bytes()}), &reduced));
-    ReduceShards(*plan, chunk, shard, slice_, received, reduced->flat<uint8_t>().data(), OnTensorFlowsThreads(ctx));
+    ReduceShards(*plan, chunk, shard, slice_, received, reduced->flat<uint8_t>().data(),
+                 OnTensorFlowsThreads(ctx));
   }
 };
 
@@ -176,8 +180,9 @@ class DecodeListOp : public ListOp {
     OP_REQUIRES_OK(ctx, MakePlan(ctx, like, &plan));
     const Tensor* factor;
     OP_REQUIRES_OK(ctx, ctx->input("factor", &factor));
-    OP_REQUIRES(ctx, factor->dims() == 0,
-                absl::InvalidArgumentError("factor must be a scalar, got shape " + factor->shape().DebugString()));
+    OP_REQUIRES(
+        ctx, factor->dims() == 0,
+        absl::InvalidArgumentError("factor must be a scalar, got shape " + factor->shape().DebugString()));
 
     std::vector<std::vector<Layout::Chunk>> slices;
     for (int64_t slice = 0; slice < slices_; ++slice) {
@@ -194,7 +199,8 @@ class DecodeListOp : public ListOp {
     std::vector<void*> out;
     for (int i = 0; i < like.size(); ++i) {
       Tensor* tensor;
-      OP_REQUIRES_OK(ctx, ctx->forward_input_or_allocate_output({first_like + i}, i, like[i].shape(), &tensor));
+      OP_REQUIRES_OK(ctx,
+                     ctx->forward_input_or_allocate_output({first_like + i}, i, like[i].shape(), &tensor));
       out.push_back(tensor->data());
     }
     const auto parallel_for = OnTensorFlowsThreads(ctx);

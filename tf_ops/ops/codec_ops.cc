@@ -27,11 +27,11 @@ absl::Status CheckVectors(InferenceContext* c, const char* name) {
 }
 
 // The list is `like` or `tensors`; how it is encoded is the same in all three ops.
-#define HVD8BIT_SETTINGS                                   \
-  Attr("T: list({float, double, half, bfloat16}) >= 1")    \
-      .Attr("data_type: string")                           \
-      .Attr("block_size: int >= 0")                        \
-      .Attr("fixed_scale: float = 0.0")                    \
+#define HVD8BIT_SETTINGS                                \
+  Attr("T: list({float, double, half, bfloat16}) >= 1") \
+      .Attr("data_type: string")                        \
+      .Attr("block_size: int >= 0")                     \
+      .Attr("fixed_scale: float = 0.0")                 \
       .Attr("slices: int >= 1 = 1")
 
 REGISTER_OP("Hvd8bitEncodeList")
@@ -39,14 +39,15 @@ REGISTER_OP("Hvd8bitEncodeList")
     .Input("shards: int32")
     .Output("payload: uint8")
     .Output("splits: int32")
-    .HVD8BIT_SETTINGS
-    .Attr("slice: int >= 0 = 0")
+    .HVD8BIT_SETTINGS.Attr("slice: int >= 0 = 0")
     .SetShapeFn([](InferenceContext* c) {
       TF_RETURN_IF_ERROR(CheckScalar(c, "shards"));
       c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
+      // Only a constant that the kernel takes: a dimension of -5 would abort the process.
       const tensorflow::Tensor* shards = c->input_tensor(c->num_inputs() - 1);
-      c->set_output(1, c->Vector(shards == nullptr ? InferenceContext::kUnknownDim
-                                                   : static_cast<int64_t>(shards->scalar<int32_t>()())));
+      const bool known = shards != nullptr && shards->scalar<int32_t>()() >= 1;
+      c->set_output(1, c->Vector(known ? static_cast<int64_t>(shards->scalar<int32_t>()())
+                                       : InferenceContext::kUnknownDim));
       return absl::OkStatus();
     });
 
@@ -57,8 +58,7 @@ REGISTER_OP("Hvd8bitReduceShards")
     .Input("shards: int32")
     .Input("shard: int32")
     .Output("reduced: uint8")
-    .HVD8BIT_SETTINGS
-    .Attr("slice: int >= 0 = 0")
+    .HVD8BIT_SETTINGS.Attr("slice: int >= 0 = 0")
     .SetShapeFn([](InferenceContext* c) {
       TF_RETURN_IF_ERROR(CheckVectors(c, "payload"));
       TF_RETURN_IF_ERROR(CheckVectors(c, "splits"));
@@ -74,8 +74,7 @@ REGISTER_OP("Hvd8bitDecodeList")
     .Input("shards: int32")
     .Input("factor: double")
     .Output("tensors: T")
-    .HVD8BIT_SETTINGS
-    .SetShapeFn([](InferenceContext* c) {
+    .HVD8BIT_SETTINGS.SetShapeFn([](InferenceContext* c) {
       TF_RETURN_IF_ERROR(CheckVectors(c, "payloads"));
       TF_RETURN_IF_ERROR(CheckScalar(c, "shards"));
       TF_RETURN_IF_ERROR(CheckScalar(c, "factor"));

@@ -9,6 +9,23 @@ namespace hvd8bit {
 namespace scalar {
 namespace {
 
+#include "tf_ops/codec/cpu/portable.inc"
+
+uint32_t AbsMaxBits(const float* x, int64_t n) { return PortableAbsMaxBits(x, n); }
+
+void EncodeFloats(const float* x, int64_t n, float scale, const Codebook& book, uint8_t* codes) {
+  PortableEncodeFloats(x, n, scale, book, codes);
+}
+
+void DecodeFloats(const uint8_t* codes, int64_t n, float scale, const Codebook& book, float* out,
+                  bool /*stream*/) {
+  PortableDecodeFloats(codes, n, scale, book, out);
+}
+
+void AddDecoded(const uint8_t* codes, int64_t n, float scale, const Codebook& book, float* sum) {
+  PortableAddDecoded(codes, n, scale, book, sum);
+}
+
 #include "tf_ops/codec/cpu/kernels.inc"
 
 bool Supported() { return true; }
@@ -16,9 +33,10 @@ bool Supported() { return true; }
 }  // namespace
 }  // namespace scalar
 
-const Backend& ScalarBackend() {
-  static const Backend backend{"scalar", scalar::Supported, scalar::Encode, scalar::Decode, scalar::SumAndEncode};
-  return backend;
+const Backend* ScalarBackend() {
+  static const Backend backend{"scalar", scalar::Supported, scalar::Encode, scalar::Decode,
+                               scalar::SumAndEncode};
+  return &backend;
 }
 
 }  // namespace hvd8bit
