@@ -68,9 +68,21 @@ def load():
         ) from error
 
 
-def backends() -> list[str]:
-    """The CPU back ends in the library, fastest first. Needs TensorFlow's library to be loadable."""
-    load()
+@functools.lru_cache(maxsize=None)
+def c_library() -> ctypes.CDLL:
+    """The library's C functions (tf_ops/codec/c_api.h), for `hvd8bit.c_api`."""
+    load()  # brings in TensorFlow's own library, which the loader would not find
     library = ctypes.CDLL(str(LIBRARY))
-    library.hvd8bit_built_backends.restype = ctypes.c_char_p
-    return library.hvd8bit_built_backends().decode().split(",")
+    for name in ("built_backends", "runnable_backends", "encode", "decode", "sum_and_encode"):
+        getattr(library, f"hvd8bit_{name}").restype = ctypes.c_char_p
+    return library
+
+
+def backends() -> list[str]:
+    """The CPU back ends in the library, fastest first."""
+    return c_library().hvd8bit_built_backends().decode().split(",")
+
+
+def runnable_backends() -> list[str]:
+    """Those of them that this CPU runs."""
+    return c_library().hvd8bit_runnable_backends().decode().split(",")

@@ -1,6 +1,7 @@
 """The one list of the op library's sources and flags: read by setup.py (as Python) and by BUILD."""
 
 SOURCES = [
+    "codec/c_api.cc",
     "codec/codebook.cc",
     "codec/cpu/avx2.cc",
     "codec/cpu/avx512.cc",
@@ -16,8 +17,10 @@ SOURCES = [
 BACKENDS = ["avx512", "avx2", "scalar"]
 
 HEADERS = [
+    "codec/c_api.h",
     "codec/codebook.h",
     "codec/cpu/backend.h",
+    "codec/cpu/float_environment.h",
     "codec/cpu/kernels.inc",
     "codec/cpu/portable.inc",
     "codec/float_types.h",

@@ -4,35 +4,10 @@
 #include <cstring>
 
 #include "tf_ops/codec/codebook.h"
-
-#if defined(__SSE__)
-#include <xmmintrin.h>
-#endif
+#include "tf_ops/codec/cpu/float_environment.h"
 
 namespace hvd8bit {
 namespace {
-
-// TensorFlow runs CPU kernels with flush-to-zero on, which would make scales below 2^-126 vanish here and
-// nowhere else.
-class FullFloatRange {
- public:
-#if defined(__SSE__)
-  FullFloatRange() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ & ~0x8040u); }  // FTZ and DAZ
-  ~FullFloatRange() { _mm_setcsr(saved_); }
-
- private:
-  unsigned saved_;
-#elif defined(__aarch64__)
-  FullFloatRange() {
-    asm volatile("mrs %0, fpcr" : "=r"(saved_));
-    asm volatile("msr fpcr, %0" ::"r"(saved_ & ~(uint64_t{1} << 24)));  // FZ
-  }
-  ~FullFloatRange() { asm volatile("msr fpcr, %0" ::"r"(saved_)); }
-
- private:
-  uint64_t saved_;
-#endif
-};
 
 float ReadScale(const uint8_t* scales, int64_t block) {
   float scale;

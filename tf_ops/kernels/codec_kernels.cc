@@ -217,9 +217,3 @@ REGISTER_KERNEL_BUILDER(Name("Hvd8bitDecodeList").Device(tensorflow::DEVICE_CPU)
 
 }  // namespace
 }  // namespace hvd8bit
-
-// What `doctor` asks the library for, without TensorFlow.
-extern "C" __attribute__((visibility("default"))) const char* hvd8bit_built_backends() {
-  static const std::string* names = new std::string(hvd8bit::BuiltBackends());
-  return names->c_str();
-}
