@@ -1,0 +1,111 @@
+"""Every CPU back end that this machine runs against the reference, bit for bit, through the C ABI."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from codec_cases import BLOCK_SIZES, DTYPES, INPUTS, SCALINGS, as_dtype, assert_same_numbers, million
+
+from hvd8bit import c_api, native, reference
+from hvd8bit.datatypes import DATA_TYPES
+from hvd8bit.encoding import Encoding
+
+BACKENDS = native.runnable_backends()
+
+
+def reference_blocks(values: np.ndarray, encoding: Encoding) -> tuple[np.ndarray, np.ndarray]:
+    size = encoding.block_size or max(values.size, 1)
+    blocks = [reference.encode_block(values[i : i + size], encoding) for i in range(0, values.size, size)]
+    codes = np.concatenate([codes for codes, _ in blocks]) if blocks else np.zeros(0, np.uint8)
+    return codes, np.array([scale for _, scale in blocks], np.float32)
+
+
+def decoded(codes: np.ndarray, scales: np.ndarray, encoding: Encoding) -> np.ndarray:
+    size = encoding.block_size or max(codes.size, 1)
+    parts = [
+        reference.decode_block(codes[i * size : (i + 1) * size], scale, encoding.data_type)
+        for i, scale in enumerate(scales)
+    ]
+    return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+
+def assert_matches(backend: str, values: np.ndarray, encoding: Encoding) -> None:
+    codes, scales = c_api.encode(backend, values, encoding)
+    right_codes, right_scales = reference_blocks(values, encoding)
+    np.testing.assert_array_equal(codes, right_codes)
+    np.testing.assert_array_equal(scales.view(np.uint32), right_scales.view(np.uint32))
+    numbers = decoded(codes, scales, encoding)
+    with np.errstate(over="ignore"):
+        expected = numbers.astype(values.dtype)
+    for stream in (False, True):
+        got = c_api.decode(backend, codes, scales, encoding, values.dtype, stream)
+        assert_same_numbers(got, expected, f"{backend}, stream={stream}, {encoding}")
+    total, total_scales = c_api.sum_and_encode(backend, [(codes, scales)] * 3, encoding)
+    with np.errstate(over="ignore", invalid="ignore"):
+        right_total, right_total_scales = reference_blocks((numbers + numbers) + numbers, encoding)
+    np.testing.assert_array_equal(total, right_total)
+    np.testing.assert_array_equal(total_scales.view(np.uint32), right_total_scales.view(np.uint32))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("data_type", DATA_TYPES)
+def test_edge_inputs(backend, dtype, data_type):
+    for case in INPUTS.values():
+        values = as_dtype(case(data_type), dtype)
+        for block_size in BLOCK_SIZES:
+            for scaling in SCALINGS:
+                assert_matches(backend, values, Encoding(data_type, block_size, scaling))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["normal", "any exponent"])
+def test_a_million_random_numbers(backend, kind):
+    for data_type in DATA_TYPES:
+        assert_matches(backend, million(kind), Encoding(data_type))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_length_and_every_misalignment(backend, rng):
+    values = rng.standard_normal(1024).astype(np.float32)
+    for length in range(3 * 64 + 2):
+        assert_matches(backend, values[:length], Encoding(block_size=64))
+    for shift in range(16):
+        raw = np.zeros(4 * 700 + 64, np.uint8)
+        unaligned = raw[shift : shift + 4 * 700].view(np.float32)
+        unaligned[:] = values[:700]
+        assert_matches(backend, unaligned, Encoding(block_size=128))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_mantissas_of_one_octave(backend):
+    """2^23 neighbouring numbers, so that every threshold in [0.5, 1) is met exactly."""
+    values = np.arange(0x3F000000, 0x3F800000, dtype=np.uint32).view(np.float32)
+    for data_type in DATA_TYPES:
+        encoding = Encoding(data_type, None, 1.0)
+        scale = encoding.fixed_scale
+        codes, _ = c_api.encode(backend, values * np.float32(scale), encoding)
+        assert np.all(np.diff(codes.astype(np.int16)) >= 0)
+        right, _ = reference.encode_block(values * np.float32(scale), encoding)
+        np.testing.assert_array_equal(codes, right)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_hundred_million_random_floats(backend):
+    for seed in range(100):
+        bits = np.random.default_rng(seed).integers(0, 2**32, 1_000_000, np.uint32).view(np.float32)
+        values = np.where(np.isfinite(bits), bits, np.float32(1))
+        for data_type in DATA_TYPES:
+            codes, scales = c_api.encode(backend, values, Encoding(data_type))
+            right_codes, right_scales = c_api.encode("scalar", values, Encoding(data_type))
+            np.testing.assert_array_equal(codes, right_codes)
+            np.testing.assert_array_equal(scales, right_scales)
+
+
+def test_wrong_arguments_are_named():
+    x = np.ones(4, np.float32)
+    with pytest.raises(ValueError, match="backend must be one of .*scalar, got 'sse9'|backend must be one of"):
+        c_api.encode("sse9", x, Encoding())
+    with pytest.raises(ValueError, match="contiguous"):
+        c_api.encode("scalar", np.ones(8, np.float32)[::2], Encoding())
