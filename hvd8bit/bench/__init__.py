@@ -1,0 +1,1 @@
+"""Benchmarks, and the hosts they run on."""

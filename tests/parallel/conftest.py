@@ -1,0 +1,32 @@
+"""Shared by the outer tests (test_*.py) and, inside every worker, by the cases (cases_*.py)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# So that `import launch` works under every import mode of pytest.
+sys.path.insert(0, str(Path(__file__).parent))
+
+import launch
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Any:
+    launch.outer_test = item
+    try:
+        return (yield)
+    finally:
+        launch.outer_test = None
+
+
+@pytest.fixture(scope="session")
+def hvd() -> Any:
+    """Horovod, initialised once per worker. For cases only: an outer test is not a worker."""
+    import horovod.tensorflow as horovod
+
+    horovod.init()
+    return horovod
