@@ -42,14 +42,19 @@ def exchange(tensors: Sequence[tf.Tensor], encoding: Encoding, comm, *, factor, 
     shards, shard = comm.size_tensor(), comm.rank_tensor()
     slices = number_of_slices(tensors)
     gathered = []
-    encoded: list[tf.Operation] = []
+    encoded: list[tf.Tensor] = []
+    checked: list[tf.Tensor] = []
     for slice_ in range(slices):
         # One slice is encoded after another, so that the first can leave at once.
         with tf.control_dependencies(encoded):
             payload, splits = ops.encode_list(tensors, shards, encoding, slices=slices, slice_=slice_)
         encoded = [payload]
-        received, sent = comm.alltoall(payload, splits, f"{name}_alltoall_{slice_}")
+        # The other slices leave when the first has shown that all workers have the same tensors and settings. Workers
+        # that differ would else wait for slices that nobody sends.
+        with tf.control_dependencies(checked):
+            received, sent = comm.alltoall(payload, splits, f"{name}_alltoall_{slice_}")
         mine = ops.reduce_shards(received, sent, tensors, shards, shard, encoding, slices=slices, slice_=slice_)
+        checked = checked or [mine]
         gathered.append(comm.allgather(mine, f"{name}_allgather_{slice_}"))
     return ops.decode_list(gathered, tensors, shards, encoding, factor=factor)
 
