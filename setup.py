@@ -60,8 +60,9 @@ def tensorflow_facts(cache_dir: Path) -> dict:
     spec = importlib.util.find_spec("tensorflow")
     if spec is None or spec.origin is None:
         raise BuildError(
-            f"{sys.executable} has no TensorFlow, and the op library is built against the one it will run "
-            "with: install TensorFlow first, then run pip install --no-build-isolation ."
+            f"{sys.executable} sees no TensorFlow, and the op library is built against the one it will run "
+            "with: install TensorFlow, then run pip install --no-build-isolation . (without that option pip "
+            "hides what is installed)"
         )
     framework = Path(spec.origin).with_name("libtensorflow_framework.so.2")
     seen = [str(framework), framework.stat().st_mtime_ns if framework.exists() else 0]

@@ -1,0 +1,49 @@
+# hvd8bit: `make help` lists what can be made.
+
+VENV ?= .venv
+# The Python that makes the venv: 3.9 to 3.12. Once there is a venv, its own, so that every target stays with it.
+PYTHON ?= $(firstword $(wildcard $(VENV)/bin/python) python3)
+# TF is TensorFlow's version, TF_PACKAGE the wheel: tensorflow-cpu, or tensorflow with its GPU support, or
+# 'tensorflow[and-cuda]', which brings CUDA along. Empty means what the venv has, else 2.18.1 and tensorflow-cpu.
+TF ?=
+TF_PACKAGE ?=
+
+RUN := $(VENV)/bin
+CC_FILES = $(shell find tf_ops tests/cc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.inc' 2>/dev/null)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format lock clean distclean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "  variables: VENV=$(VENV) PYTHON=$(PYTHON) TF=2.18.1 TF_PACKAGE=tensorflow-cpu|tensorflow"
+
+setup: ## .venv with TensorFlow, Horovod, the tools and this package; quick when all is there
+	@$(PYTHON) tools/setup_env.py --venv $(VENV) --tensorflow '$(TF)' --tensorflow-package '$(TF_PACKAGE)'
+
+demo: setup ## trains with 32- and 8-bit gradients on two workers and compares: out/demo.json, out/demo.png
+	$(RUN)/python examples/demo.py --out out
+
+test: setup ## unit, structure and parallel tests
+	$(RUN)/python -m pytest tests/unit tests/structure tests/parallel
+
+lint: setup ## ruff, mypy, clang-format; changes nothing
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy
+	$(if $(strip $(CC_FILES)),$(RUN)/clang-format --dry-run -Werror $(CC_FILES))
+
+format: setup ## let ruff and clang-format rewrite the files
+	$(RUN)/ruff check --fix .
+	$(RUN)/ruff format .
+	$(if $(strip $(CC_FILES)),$(RUN)/clang-format -i $(CC_FILES))
+
+lock: ## pin everything anew, for every Python: requirements/lock-TF.txt
+	$(PYTHON) tools/lock.py --tensorflow '$(TF)'
+
+clean: ## what was built, not the venv
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis hvd8bit/_hvd8bit_ops.so hvd8bit/_build_info.json
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## clean, and the venv
+	rm -rf $(VENV)

@@ -1,0 +1,118 @@
+"""`make setup`: what it chooses, under which name it keeps Horovod's wheel, what it says is missing."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tools"))
+import setup_env
+
+DEFAULT_OPTIONS = {
+    "HOROVOD_WITHOUT_MPI": "1",
+    "HOROVOD_WITHOUT_MXNET": "1",
+    "HOROVOD_WITHOUT_PYTORCH": "1",
+    "HOROVOD_WITH_GLOO": "1",
+    "HOROVOD_WITH_TENSORFLOW": "1",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_horovod_variables(monkeypatch):
+    for name in [name for name in setup_env.os.environ if name.startswith("HOROVOD_")]:
+        monkeypatch.delenv(name)
+
+
+def choose(stamp=None, tensorflow="", package=""):
+    args = argparse.Namespace(tensorflow=tensorflow, tensorflow_package=package)
+    return setup_env.choose(args, stamp or {})
+
+
+def test_defaults():
+    choices = choose()
+    assert (choices["tensorflow"], choices["package"], choices["horovod"]) == (
+        "2.18.1",
+        "tensorflow-cpu",
+        "0.28.1",
+    )
+    assert choices["horovod_options"] == DEFAULT_OPTIONS
+
+
+@pytest.mark.parametrize(
+    ("environment", "changed"),
+    [
+        ({"HOROVOD_WITH_MPI": "1"}, {"HOROVOD_WITH_MPI": "1", "HOROVOD_WITHOUT_MPI": None}),
+        ({"HOROVOD_WITHOUT_GLOO": "1"}, {"HOROVOD_WITHOUT_GLOO": "1", "HOROVOD_WITH_GLOO": None}),
+        ({"HOROVOD_GPU_OPERATIONS": "NCCL"}, {"HOROVOD_GPU_OPERATIONS": "NCCL"}),
+        ({"HOROVOD_NCCL_HOME": "/opt/nccl"}, {"HOROVOD_NCCL_HOME": "/opt/nccl"}),
+        ({"HOROVOD_STALL_CHECK_TIME_SECONDS": "10"}, {}),
+        ({"HOROVOD_FUSION_THRESHOLD": "0"}, {}),
+    ],
+)
+def test_horovods_own_variables(environment, changed):
+    expected = {k: v for k, v in {**DEFAULT_OPTIONS, **changed}.items() if v is not None}
+    assert setup_env.horovod_options(environment) == expected
+
+
+def test_a_venv_keeps_what_it_was_made_with(monkeypatch):
+    monkeypatch.setenv("HOROVOD_WITH_MPI", "1")
+    made = choose(tensorflow="2.15.1", package="tensorflow")
+    monkeypatch.delenv("HOROVOD_WITH_MPI")
+    assert choose({"choices": made}) == made
+    assert choose({"choices": made}, tensorflow="2.17.1")["tensorflow"] == "2.17.1"
+
+
+def test_the_kept_wheel_is_named_by_all_that_it_depends_on(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    base = choose()
+    others = [
+        choose(tensorflow="2.17.1"),
+        choose(package="tensorflow"),
+        {**base, "horovod": "0.29.0"},
+        {**base, "horovod_options": {**DEFAULT_OPTIONS, "HOROVOD_GPU_OPERATIONS": "NCCL"}},
+    ]
+    places = [setup_env.wheel_dir(choices) for choices in (base, *others)]
+    monkeypatch.setattr(sys, "version_info", (3, 99, 0))
+    places.append(setup_env.wheel_dir(base))
+    assert len(set(places)) == len(places)
+    assert all(place.parent == tmp_path / "hvd8bit" / "wheels" for place in places)
+
+
+def test_extras_are_no_part_of_the_wheels_name():
+    """tensorflow[and-cuda] is the same TensorFlow."""
+    assert setup_env.wheel_dir(choose(package="tensorflow[and-cuda]")) == setup_env.wheel_dir(
+        choose(package="tensorflow")
+    )
+
+
+def test_missing_programs_are_named_with_the_line_that_installs_them(monkeypatch):
+    monkeypatch.setattr(setup_env.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(setup_env.SetupError) as stopped:
+        setup_env.check_machine()
+    assert "sudo apt-get install -y g++ make cmake" in str(stopped.value)
+    assert "\n" not in str(stopped.value)
+
+
+def test_python_out_of_range(monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 13, 0))
+    with pytest.raises(setup_env.SetupError, match=r"Python must be 3\.9 to 3\.12.*make setup PYTHON="):
+        setup_env.check_machine()
+
+
+def test_progress_shows_makes_percentage(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("[ 10%] Building a.cc\n[ 37%] Building b.cc\ncc: some warning\n")
+    assert setup_env.last_line(log, 0) == "[ 37%] Building b.cc"
+    log.write_text("Collecting numpy\n\n")
+    assert setup_env.last_line(log, 0) == "Collecting numpy"
+
+
+def test_a_failing_step_shows_its_last_lines_and_stops(tmp_path, capsys):
+    command = [sys.executable, "-c", "print('the reason'); raise SystemExit(3)"]
+    with pytest.raises(setup_env.SetupError, match=r"a step: failed with status 3.*log"):
+        setup_env.run("a step", command, tmp_path / "log")
+    assert "the reason" in capsys.readouterr().out
