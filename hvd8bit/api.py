@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Sequence
+from collections.abc import Sequence
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -123,7 +123,16 @@ def allreduce(tensor, op=None, *, compression=None, name=None, prescale_factor=1
 def grouped_allreduce(
     tensors: Sequence, op=None, *, compression=None, name=None, prescale_factor=1.0, postscale_factor=1.0, **settings
 ) -> list:
-    """`allreduce` of several tensors, which travel as one buffer."""
+    """`allreduce` of several tensors, which travel as one buffer.
+
+    Args:
+      tensors: a list of what `allreduce` takes; integers and small tensors are reduced exactly. Number, order, shapes
+        and dtypes must be the same on all workers.
+      op, compression, name, prescale_factor, postscale_factor, **settings: see `allreduce`.
+
+    Returns:
+      A list like `tensors`, the same bits on all workers.
+    """
     return hvd.grouped_allreduce(
         [tf_variable(tensor) for tensor in tensors],
         op=hvd.Average if op is None else op,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from hvd8bit.encoding import Encoding
 
 
 def encode(backend: str, x: np.ndarray, encoding: Encoding, out=None) -> tuple[np.ndarray, np.ndarray]:
-    """Codes uint8 [n] and scales float32 [blocks] of a contiguous array; into `out`, a pair of such arrays, if given."""
+    """Codes uint8 [n] and scales float32 [blocks] of a contiguous array; into the pair `out`, if given."""
     codes, scales = out or (np.empty(x.size, np.uint8), np.empty(blocks(x.size, encoding), np.float32))
     _check(
         native.c_library().hvd8bit_encode(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -88,7 +88,6 @@ class HorovodComm:
         _count(tf.size(gathered) - tf.size(chunk))
         return gathered
 
-
     def allreduce(
         self, tensors, name: str, *, op, prescale_factor=1.0, postscale_factor=1.0, compression=None
     ) -> list[tf.Tensor]:
@@ -138,7 +137,7 @@ class LoopbackComm:
     `LoopbackComm.run(N, fn)` calls `fn(comm)` in N threads and returns their results.
     """
 
-    def __init__(self, rank: int, shared: "_Loopback"):
+    def __init__(self, rank: int, shared: _Loopback):
         self._rank = rank
         self._shared = shared
 

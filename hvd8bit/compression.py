@@ -80,7 +80,7 @@ class EightBitCompressor(Compressor):
             self.select = Selection(min_elements=min_elements)
         self.process_set = process_set
 
-    def __call__(self, **changes) -> "EightBitCompressor":
+    def __call__(self, **changes) -> EightBitCompressor:
         """A copy with other settings."""
         settings = self._settings()
         if "min_elements" in changes and "select" not in changes:
@@ -226,8 +226,8 @@ class _Handle:
             )
         if op.type == "HorovodAllreduce":
             _log_once(
-                "tensors of hvd.allreduce travel one by one; grouped_allreduce, or groups=1 in Horovod's optimizers and "
-                "gradient tape, sends them as one buffer"
+                "tensors of hvd.allreduce travel one by one; grouped_allreduce, or groups=1 in Horovod's optimizers "
+                "and gradient tape, sends them as one buffer"
             )
         process_set_id = op.get_attr("process_set_id")
         if process_set_id != self.comm.process_set_id:

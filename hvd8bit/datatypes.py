@@ -46,7 +46,7 @@ def offset_scale(data_type: str, power_of_ten: float) -> float:
     return float(np.float32(15 * power_of_ten if data_type == "mantissa" else power_of_ten))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _codebook(data_type: str) -> np.ndarray:
     exact = {
         "dynamic_tree": _dynamic_tree,

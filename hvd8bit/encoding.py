@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from typing import Union
 
 from hvd8bit import datatypes
 
@@ -33,7 +32,7 @@ class Encoding:
 
     data_type: str = "dynamic_tree"
     block_size: int | None = 1024
-    scaling: Union[str, float] = "absmax"
+    scaling: str | float = "absmax"
     rounding: str = "nearest"
 
     def __post_init__(self):
@@ -42,6 +41,11 @@ class Encoding:
         _check_scaling(self.scaling, self.data_type)
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}, got {self.rounding!r}")
+        # Equal settings look equal, too: workers compare them as text.
+        if self.block_size is not None:
+            object.__setattr__(self, "block_size", int(self.block_size))
+        if self.scaling != "absmax":
+            object.__setattr__(self, "scaling", float(self.scaling))
 
     @property
     def fixed_scale(self) -> float:
@@ -57,7 +61,7 @@ def _check_block_size(block_size) -> None:
     rule = f"block_size must be a multiple of {BLOCK_SIZE_STEP} in [{MIN_BLOCK_SIZE}, {MAX_BLOCK_SIZE}], or None"
     if isinstance(block_size, bool) or not isinstance(block_size, numbers.Integral):
         raise TypeError(f"{rule}, got {block_size!r} of type {type(block_size).__name__}")
-    if not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE or block_size % BLOCK_SIZE_STEP:
+    if not MIN_BLOCK_SIZE <= int(block_size) <= MAX_BLOCK_SIZE or int(block_size) % BLOCK_SIZE_STEP:
         raise ValueError(f"{rule}, got {block_size}")
 
 
@@ -67,7 +71,10 @@ def _check_scaling(scaling, data_type: str) -> None:
     rule = 'scaling must be "absmax" or a power of ten within [1e-30, 1e30], the paper\'s exponent offset'
     if isinstance(scaling, (str, bool)) or not isinstance(scaling, numbers.Real):
         raise TypeError(f"{rule}, got {scaling!r}")
-    value = float(scaling)
+    try:
+        value = float(scaling)
+    except OverflowError:  # an integer beyond float's range
+        value = math.inf
     exponent = round(math.log10(value)) if 0 < value < math.inf else None
     if exponent is None or abs(exponent) > 30 or value != float(f"1e{exponent}"):
         raise ValueError(f"{rule}, got {scaling!r}")

@@ -7,7 +7,7 @@ sum, and sends it to all. Every worker, the chunk's owner too, decodes the same 
 from __future__ import annotations
 
 import functools
-from typing import Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 

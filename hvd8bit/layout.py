@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from typing import Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 ALIGNMENT = 64
 """Tensors and chunks start on multiples of this many elements."""

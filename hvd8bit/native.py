@@ -45,7 +45,7 @@ def mismatch(tensorflow_version: str, info: dict | None = None) -> str | None:
     )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def load():
     """The module of ops.
 
@@ -68,7 +68,7 @@ def load():
         ) from error
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def c_library() -> ctypes.CDLL:
     """The library's C functions (tf_ops/codec/c_api.h), for `hvd8bit.c_api`."""
     load()  # brings in TensorFlow's own library, which the loader would not find

@@ -8,7 +8,7 @@ shapes, dtypes and order of the list, the encoding, the number of shards, slices
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 

@@ -1,7 +1,7 @@
 """The reduction of a whole list of gradients: what hvd8bit's own wrappers call.
 
-Unlike a bare compressor it sees all gradients at once. It compares with the other workers what is about to be exchanged,
-before anything is; it packs small gradients together; and it sends the buckets in the order in which the
+Unlike a bare compressor it sees all gradients at once. It compares with the other workers what is about to be
+exchanged, before anything is; it packs small gradients together; and it sends the buckets in the order in which the
 backward pass makes the gradients.
 """
 
@@ -11,7 +11,8 @@ import dataclasses
 import hashlib
 import logging
 import re
-from typing import Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -32,7 +33,7 @@ class _Gradient:
 
     position: int
     name: str
-    tensor: object
+    tensor: Any
     treatment: str
 
     def describe(self) -> str:
@@ -87,7 +88,7 @@ def reduce_gradients(
         return list(gradients)
 
     plan = [
-        _Gradient(position, name, *_treatment(gradient, compression, comm, sparse_as_dense))
+        _Gradient(position, name, *_treatment(gradient, compression, sparse_as_dense))
         for position, (name, gradient) in enumerate(zip(names, gradients))
     ]
     settings = f"compression={compression!r}, average={average}, factor={factor}, scope={scope}"
@@ -127,7 +128,7 @@ def _check_process_set(compression, comm: HorovodComm) -> None:
         )
 
 
-def _treatment(gradient, compression, comm: HorovodComm, sparse_as_dense: bool):
+def _treatment(gradient, compression, sparse_as_dense: bool):
     """The gradient as a tensor, and what will be done with it."""
     if gradient is None:
         return None, "none"
@@ -140,7 +141,7 @@ def _treatment(gradient, compression, comm: HorovodComm, sparse_as_dense: bool):
     if not isinstance(compression, EightBitCompressor):
         return gradient, "as it is"
     reason = compression.select.reason_to_pass(
-        gradient.dtype.name, gradient.shape.num_elements(), max(comm.size(), 2), compression.encoding
+        gradient.dtype.name, gradient.shape.num_elements(), None, compression.encoding
     )
     return gradient, "encode" if reason is None else "as it is"
 
@@ -154,7 +155,12 @@ def _reduce(plan, compression, comm: HorovodComm, average, factor, predivide, sc
     scale = tf.constant(factor, tf.float64)
     if not average:
         scale = scale * tf.cast(comm.size_tensor(), tf.float64)
+    as_they_are = [g for g in backward if g.treatment == "as it is"]
     for number, bucket in enumerate(_buckets([g for g in backward if g.treatment == "encode"])):
+        sizes = tuple(g.tensor.shape.num_elements() for g in bucket)
+        if not compression.select.bucket_pays(sizes, compression.encoding, max(comm.size(), 2)):
+            as_they_are += bucket
+            continue
         outputs = differentiable_exchange(
             [g.tensor for g in bucket], compression.encoding, comm, factor=scale, name=f"{scope}_bucket_{number}"
         )
@@ -162,7 +168,6 @@ def _reduce(plan, compression, comm: HorovodComm, average, factor, predivide, sc
             results[gradient.position] = output
 
     plain = None if isinstance(compression, EightBitCompressor) else compression
-    as_they_are = [g for g in backward if g.treatment == "as it is"]
     for dtype in sorted({g.tensor.dtype.name for g in as_they_are}):
         # Beside EightBit, half precision travels as float32: bfloat16 is none of Horovod's dtypes.
         wide = plain is None and dtype in ("float16", "bfloat16")

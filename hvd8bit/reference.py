@@ -15,7 +15,7 @@ The arithmetic that all back ends follow bit for bit (docs/wire-format.md says i
 from __future__ import annotations
 
 import functools
-from typing import Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from hvd8bit.layout import ALIGNMENT, HEADER_BYTES, SCALE_BYTES, Layout
 QUIET_NAN = np.array([0x7FC00000], np.uint32).view(np.float32)[0]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _search_tables(data_type: str) -> tuple[np.ndarray, np.ndarray]:
     """Distinct magnitudes' first indices, and the thresholds between them as float32.
 
@@ -99,9 +99,9 @@ def reduce_shards(
 
     def encoded_sum(piece, lo, hi):
         with np.errstate(over="ignore", invalid="ignore"):
+            codes_and_scales = [worker[piece.tensor, lo, hi] for worker in blocks]
             total = functools.reduce(
-                np.add,
-                [decode_block(*worker[piece.tensor, lo, hi], encoding.data_type) for worker in blocks],
+                np.add, [decode_block(codes, scale, encoding.data_type) for codes, scale in codes_and_scales]
             )
         return encode_block(total, encoding, terms=len(chunks))
 

@@ -29,14 +29,15 @@ class Selection:
             raise TypeError(f"min_elements must be an integer, got {self.min_elements!r}")
         if self.min_elements < 0:
             raise ValueError(f"min_elements must be at least 0, got {self.min_elements}; 0 encodes every float tensor")
+        object.__setattr__(self, "min_elements", int(self.min_elements))  # workers compare settings as text
 
-    def reason_to_pass(self, dtype: str, elements: int | None, workers: int, encoding: Encoding) -> str | None:
+    def reason_to_pass(self, dtype: str, elements: int | None, workers: int | None, encoding: Encoding) -> str | None:
         """Why a tensor is not encoded, or None if it is.
 
         Args:
           dtype: name of the tensor's dtype.
           elements: number of elements, or None where it is not known when the graph is built: encoded.
-          workers: how many workers exchange it.
+          workers: how many workers exchange it alone; None where it travels with others: `bucket_pays` judges those.
           encoding: how it would be encoded.
         """
         if dtype not in ENCODABLE:
@@ -45,12 +46,18 @@ class Selection:
             return None
         if elements < self.min_elements:
             return f"fewer than min_elements={self.min_elements} elements"
-        if not pays(elements, workers, encoding.block_size):
+        if workers is not None and not pays((elements,), workers, encoding.block_size):
             return f"no fewer bytes in 8 bits than in float32 with {workers} workers"
         return None
 
+    def bucket_pays(self, sizes: tuple[int | None, ...], encoding: Encoding, workers: int) -> bool:
+        """Whether tensors of these sizes, which travel together, are to be encoded."""
+        known = tuple(size for size in sizes if size is not None)
+        return self.min_elements == 0 or len(known) < len(sizes) or pays(known, workers, encoding.block_size)
+
 
 @functools.lru_cache(maxsize=4096)
-def pays(elements: int, workers: int, block_size: int | None) -> bool:
-    """Whether one tensor is fewer bytes on the wire in 8 bits than in float32."""
-    return Layout([elements], workers, block_size).wire_bytes() < ring_bytes(elements, workers)
+def pays(sizes: tuple[int, ...], workers: int, block_size: int | None) -> bool:
+    """Whether tensors that travel together are fewer bytes on the wire in 8 bits than in float32."""
+    layout = Layout(sizes, workers, block_size)
+    return layout.wire_bytes() < ring_bytes(layout.elements, workers)

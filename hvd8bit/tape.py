@@ -24,7 +24,7 @@ class DistributedGradientTape:
       tape: the tape that recorded. It can also be recorded on afterwards: `with` and `watch` work here.
       compression: `EightBit`, or any Horovod compressor.
       sparse_as_dense, op, gradient_predivide_factor, process_set: see `hvd8bit.reduction.reduce_gradients`.
-      scale_local_gradients: gradients of local variables (`register_local_source`) are divided by the number of workers.
+      scale_local_gradients: those of local variables (`register_local_source`) are divided by the number of workers.
       name: prefix of the collectives' names, the same on all workers. Tapes whose gradients are under way at the same
         time need names of their own.
     """

@@ -6,7 +6,7 @@ docs/wire-format.md describes the fields; `tf_ops/codec/format.h` is the same in
 from __future__ import annotations
 
 import struct
-from typing import Sequence
+from collections.abc import Sequence
 
 from hvd8bit import datatypes
 from hvd8bit.encoding import ROUNDINGS, Encoding

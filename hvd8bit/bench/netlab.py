@@ -43,6 +43,7 @@ from typing import Any
 INTERFACE = "eth0"
 SUBNET = "10.88.0"
 MAX_HOSTS = 250
+RATE_VARIABLE = "HVD8BIT_RATE_BIT_PER_S"  # tells workers how fast their link is, where it is limited
 
 # `ip netns exec NAME` mounts what lies in FILES/NAME over /etc.
 FILES = Path("/etc/netns")
@@ -275,11 +276,12 @@ class NetLab:
         slots: int = 1,
         env: Mapping[str, str] | None = None,
         timeout: float = 300,
+        show_rank_0: bool = False,
     ) -> Job:
         """Runs a Horovod job, `slots` workers on each host, by the variables that horovodrun would set.
 
         `env` is added to this process's environment. One failing worker ends the job, and so does `timeout`,
-        in seconds.
+        in seconds. With `show_rank_0` its output goes to this process's own as it comes, not into the Job.
         """
         size = slots * len(self.hosts)
         with tempfile.TemporaryDirectory(prefix="hvd8bit-netlab-") as folder, contextlib.ExitStack() as stack:
@@ -291,7 +293,7 @@ class NetLab:
                 files = [
                     stack.enter_context(Path(folder, f"{rank}.{end}").open("wb")) for end in ("out", "err")
                 ]
-                stdout, stderr = files
+                stdout, stderr = (None, None) if show_rank_0 and rank == 0 else files
                 host = self.hosts[rank // slots]
                 workers += [self.popen(host, command, env=settings, stdout=stdout, stderr=stderr)]
 
@@ -351,7 +353,7 @@ class NetLab:
                 process = self.popen(
                     self.hosts[0],
                     launcher,
-                    env={**os.environ, **(env or {})},
+                    env={**os.environ, **(env or {}), **self._rate_environment()},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -390,7 +392,11 @@ class NetLab:
             "HOROVOD_GLOO_IFACE": INTERFACE,
             "NCCL_SOCKET_IFNAME": INTERFACE,
             "PYTHONUNBUFFERED": "1",
+            **self._rate_environment(),
         }
+
+    def _rate_environment(self) -> dict[str, str]:
+        return {} if self.rate_bit_per_s is None else {RATE_VARIABLE: repr(float(self.rate_bit_per_s))}
 
     def _start_rendezvous(self, stack: contextlib.ExitStack, slots: int) -> int:
         """Horovod's own server, on the first host, until `stack` is closed. Returns its port."""

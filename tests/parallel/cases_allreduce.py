@@ -217,11 +217,11 @@ def test_other_reductions_are_refused_on_every_worker(hvd, run):
     if hvd.size() == 1:
         return
     for op in (hvd.Min, hvd.Max, hvd.Product):
-        with pytest.raises(ValueError, match="Min, Max, Product|op must be Average or Sum"):
+        with pytest.raises(ValueError, match=r"Min, Max, Product|op must be Average or Sum"):
             run(lambda t, op=op: hvd.allreduce(t, op=op, compression=ALL, name="refused"), tf.ones([2000]))
-    with pytest.raises(ValueError, match="reducescatter|HorovodReducescatter"):
+    with pytest.raises(ValueError, match=r"reducescatter|HorovodReducescatter"):
         run(lambda t: hvd.reducescatter(t, op=hvd.Sum, compression=ALL), tf.ones([2000]))
-    with pytest.raises(ValueError, match="reducescatter|HorovodGroupedReducescatter"):
+    with pytest.raises(ValueError, match=r"reducescatter|HorovodGroupedReducescatter"):
         run(lambda t: hvd.grouped_reducescatter([t, t], op=hvd.Sum, compression=ALL)[0], tf.ones([2000]))
 
 
@@ -230,7 +230,8 @@ def test_handles_of_a_call_that_raised_are_not_sent(hvd):
         return
     with pytest.raises(ValueError):
         hvd.grouped_allreduce([tf.ones([2000]), tf.ones([3000])], op=hvd.Max, compression=ALL)
-    leftovers = [ALL.compress(tf.ones([10])) for _ in range(2)]
+    # On one worker alone: the others would notice if they were sent.
+    leftovers = [ALL.compress(tf.ones([10])) for _ in range(2 if hvd.rank() == 0 else 0)]
     got = hvd.grouped_allreduce([tf.fill([2000], float(hvd.rank())), tf.ones([5])], compression=ALL)
     assert np.all(got[0].numpy() == np.float32((hvd.size() - 1) / 2))
     assert np.all(got[1].numpy() == 1)

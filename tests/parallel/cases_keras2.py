@@ -15,7 +15,7 @@ import hvd8bit
 def hvd_keras(hvd):
     import horovod.tensorflow.keras as hvd_keras
 
-    assert hasattr(tf.keras.optimizers, "legacy") and not hasattr(tf.keras, "ops"), "TF_USE_LEGACY_KERAS=1 is missing"
+    assert not hasattr(tf.keras, "ops"), "TF_USE_LEGACY_KERAS=1 is missing"
     return hvd_keras
 
 

@@ -73,7 +73,7 @@ def test_sum_and_predivide(hvd):
     assert np.all(reduce(x, gradient_predivide_factor=2.0)[0].numpy() == (n + 1) / 2)
     np.testing.assert_allclose(reduce(x, gradient_predivide_factor=3.0)[0].numpy(), (n + 1) / 2, rtol=1e-6)
     for wrong in ({"op": hvd.Max}, {"op": hvd.Sum, "gradient_predivide_factor": 2.0}, {"gradient_predivide_factor": 0}):
-        with pytest.raises(ValueError, match="op must be|gradient_predivide_factor must be"):
+        with pytest.raises(ValueError, match=r"op must be|gradient_predivide_factor must be"):
             reduce(x, **wrong)
 
 
@@ -109,7 +109,7 @@ def test_workers_that_differ_are_told_before_anything_is_exchanged(hvd, mine, ex
     if hvd.size() == 1:
         return
     gradients, names, settings = mine(hvd.rank())
-    with pytest.raises(ValueError, match=f"(?s)workers differ in .*{expected}"):
+    with pytest.raises(ValueError, match=rf"(?s)workers differ in .*{expected}"):
         reduce(gradients, names, **settings)
     with pytest.raises(ValueError, match="workers differ in"):
         tf.function(lambda: reduce(gradients, names, **settings))()
@@ -171,6 +171,23 @@ def test_gradient_tape(hvd, wrapper, traced):
             assert np.all(gradient.numpy() == np.float32((hvd.size() + 1) / 2))
 
 
+def test_many_gradients_one_by_one(hvd):
+    """Horovod's tape without groups: each gradient has an exchange of its own, under a name of its own."""
+    if hvd.size() == 1:
+        return
+    weights = [tf.Variable(tf.zeros([1100]), name=f"w{i}") for i in range(40)]
+
+    @tf.function
+    def step(shift):
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(w) * (i + shift) for i, w in enumerate(weights)])
+        return hvd.DistributedGradientTape(tape, compression=ALL).gradient(loss, weights)
+
+    for _ in range(3):
+        for i, gradient in enumerate(step(tf.constant(float(hvd.rank())))):
+            np.testing.assert_allclose(gradient.numpy(), i + (hvd.size() - 1) / 2, rtol=1e-6)
+
+
 def test_tape_with_local_sources_nests_and_keras_variables(hvd):
     model = tf.keras.Sequential([tf.keras.layers.Input([40]), tf.keras.layers.Dense(50)])
     hvd8bit.broadcast_variables(model.variables)
@@ -194,7 +211,10 @@ def test_broadcast_of_all_kinds_of_variables(hvd):
     keras_variable.build([None, 4])
     variables = {
         "keras": keras_variable.weights,
-        "tf": [tf.Variable(tf.cast(tf.fill([3], hvd.rank() + 1), d)) for d in ("float32", "bfloat16", "float16", "int64")],
+        "tf": [
+            tf.Variable(tf.cast(tf.fill([3], hvd.rank() + 1), dtype))
+            for dtype in ("float32", "bfloat16", "float16", "int64")
+        ],
         "scalar": tf.Variable(hvd.rank()),
         "flag": tf.Variable(hvd.rank() == 0),
         "uint32": tf.Variable(tf.cast(hvd.rank() + 7, tf.uint32)),
@@ -231,9 +251,9 @@ def test_bare_compressor_with_other_shapes_or_settings(hvd, caplog):
         lambda: hvd.allreduce(tf.ones([MANY_SLICES if r else 2000]), compression=ALL),
         tf.function(lambda: hvd.allreduce(tf.ones([MANY_SLICES if r else 2000]), compression=ALL)),
     ):
-        with pytest.raises(tf.errors.InvalidArgumentError, match="(?s)chunk from worker.*holds other tensors.*20"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"(?s)chunk from worker.*holds other tensors.*20"):
             other()
-    with pytest.raises(tf.errors.InvalidArgumentError, match="(?s)other settings.*data_type"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"(?s)other settings.*data_type"):
         hvd.allreduce(tf.ones([2000]), compression=ALL(data_type="linear" if r else "mantissa"))
     assert np.all(hvd.allreduce(tf.ones([2000]), compression=ALL).numpy() == 1)
 
