@@ -162,9 +162,7 @@ class NetLab:
         if not 1 <= hosts <= MAX_HOSTS:
             raise ValueError(f"hosts must be in [1, {MAX_HOSTS}], got {hosts}")
         if rate_bit_per_s is not None and not rate_bit_per_s > 0:
-            raise ValueError(
-                f"rate_bit_per_s must be greater than 0, or None for no limit, got {rate_bit_per_s}"
-            )
+            raise ValueError(f"rate_bit_per_s must be greater than 0, or None for no limit, got {rate_bit_per_s}")
         self.rate_bit_per_s = rate_bit_per_s
         self._name = f"{PREFIX}.{os.getpid()}.{_started(os.getpid())}.{next(_numbers)}"
         self._switch = f"{self._name}.switch"
@@ -290,9 +288,7 @@ class NetLab:
             workers = []
             for rank in range(size):
                 settings = {**os.environ, **(env or {}), **self._worker_environment(rank, slots, port)}
-                files = [
-                    stack.enter_context(Path(folder, f"{rank}.{end}").open("wb")) for end in ("out", "err")
-                ]
+                files = [stack.enter_context(Path(folder, f"{rank}.{end}").open("wb")) for end in ("out", "err")]
                 stdout, stderr = (None, None) if show_rank_0 and rank == 0 else files
                 host = self.hosts[rank // slots]
                 workers += [self.popen(host, command, env=settings, stdout=stdout, stderr=stderr)]
@@ -438,9 +434,7 @@ class NetLab:
                 folder = FILES / host.namespace / "ssh"  # seen as /etc/ssh on the host
                 shutil.copytree(keys, folder)
                 folder.chmod(0o700)
-                (folder / "known_hosts").write_text(
-                    "".join(f"{h.name},{h.address} {host_key}" for h in self.hosts)
-                )
+                (folder / "known_hosts").write_text("".join(f"{h.name},{h.address} {host_key}" for h in self.hosts))
                 (folder / "ssh_config").write_text(SSH_CONFIG)
                 (folder / "sshd_config").write_text(SSHD_CONFIG.format(address=host.address))
                 log = folder / "sshd.log"

@@ -1,0 +1,105 @@
+"""What the commands share: output, and arguments with units."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, Callable, TypeVar
+
+_T = TypeVar("_T")
+
+
+class UsageError(Exception):
+    """What was asked for cannot be done as it was asked; exit status 2."""
+
+
+def checked(function: Callable[[], _T]) -> _T:
+    """What `function` returns; a ValueError or TypeError of it is the user's to mend."""
+    try:
+        return function()
+    except (ValueError, TypeError) as error:
+        raise UsageError(str(error)) from error
+
+
+def write_json(path: str, content: Any) -> None:
+    """Writes `content` to the file `path`, or to standard output where it is `-`."""
+    text = json.dumps(content, indent=2) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    with open(path, "w", encoding="utf-8") as out:
+        out.write(text)
+
+
+def document(results: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """The JSON form: the records under `results`, beside `machine` and `versions`."""
+    from hvd8bit.bench import machine
+
+    return {"machine": machine.machine(), "versions": machine.versions(), "results": results, **more}
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Drops what goes to standard error meanwhile: TensorFlow logs lines that read like errors on import."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def add_outputs(parser: argparse.ArgumentParser, picture: str) -> None:
+    parser.add_argument("--json", metavar="PATH", help="write the numbers to PATH, - for standard output")
+    parser.add_argument("--plot", metavar="PATH.png", help=f"draw {picture}")
+
+
+def count(text: str) -> int:
+    """An integer of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
+    return value
+
+
+def counts(text: str) -> list[int]:
+    return [count(part) for part in text.split(",")]
+
+
+def bandwidth(text: str) -> float:
+    """Bytes per second."""
+    from hvd8bit.speedup import units
+
+    return _argument(units.bandwidth, text)
+
+
+def seconds(text: str) -> float:
+    """Above 0."""
+    from hvd8bit.speedup import units
+
+    return _argument(units.seconds, text)
+
+
+def seconds_or_zero(text: str) -> float:
+    from hvd8bit.speedup import units
+
+    return _argument(lambda value: units.seconds(value, zero=True), text)
+
+
+def _argument(parse: Callable[[str], float], text: str) -> float:
+    # argparse shows the text of its own error alone.
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
