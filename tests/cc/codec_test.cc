@@ -1,0 +1,309 @@
+// The codec without TensorFlow, to be built with sanitizers: every back end there and back over edge cases,
+// and whatever bytes a peer may send into the checks. Buffers have their exact size on the heap, so that a
+// read or a write beyond one is seen. What the numbers must be, the Python tests know; here the back ends
+// must agree.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tf_ops/codec/codebook.h"
+#include "tf_ops/codec/cpu/backend.h"
+#include "tf_ops/codec/float_types.h"
+#include "tf_ops/codec/payload.h"
+
+namespace hvd8bit {
+namespace {
+
+#define CHECK(condition)                                                             \
+  do {                                                                               \
+    if (!(condition)) {                                                              \
+      std::fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                                  \
+    }                                                                                \
+  } while (false)
+
+using Bytes = std::vector<uint8_t>;
+
+std::mt19937_64 random_bits(20161);
+
+int64_t RandomUpTo(int64_t most) { return std::uniform_int_distribution<int64_t>(0, most)(random_bits); }
+
+// A copy whose end is the end of its memory.
+std::unique_ptr<uint8_t[]> Exact(const Bytes& bytes) {
+  std::unique_ptr<uint8_t[]> copy(new uint8_t[bytes.size()]);
+  std::copy(bytes.begin(), bytes.end(), copy.get());
+  return copy;
+}
+
+// Three threads, ranges of uneven size.
+void Threads(int64_t units, int64_t /*cost*/, const std::function<void(int64_t, int64_t)>& fn) {
+  const int64_t first = units / 5, second = units / 2;
+  std::thread a([&] { fn(0, first); }), b([&] { fn(first, second); });
+  fn(second, units);
+  a.join();
+  b.join();
+}
+
+std::vector<const Backend*> Backends() {
+  std::vector<const Backend*> backends;
+  std::stringstream names(RunnableBackends());
+  for (std::string name; std::getline(names, name, ',');) {
+    backends.push_back(FindBackend(name));
+    CHECK(backends.back() != nullptr);
+  }
+  return backends;
+}
+
+// A list of tensors in memory: the element types in turn, one element off the start of their memory.
+struct List {
+  std::vector<TensorInfo> infos;
+  std::vector<std::unique_ptr<uint8_t[]>> memory;
+  std::vector<const void*> data;
+
+  explicit List(const std::vector<int64_t>& sizes) {
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      const auto dtype = static_cast<DType>(i % 4 + 1);
+      infos.push_back({dtype, {sizes[i]}, sizes[i]});
+      const int64_t width = DTypeBytes(dtype);
+      memory.emplace_back(new uint8_t[width * (sizes[i] + 1)]);
+      for (int64_t at = 0; at < width * (sizes[i] + 1); ++at) {
+        memory.back()[at] = static_cast<uint8_t>(random_bits());
+      }
+      data.push_back(memory.back().get() + width);
+    }
+  }
+
+  // Where results can go that look like this list: filled, so that what is not written differs.
+  std::vector<std::unique_ptr<uint8_t[]>> Results(std::vector<void*>* out) const {
+    std::vector<std::unique_ptr<uint8_t[]>> results;
+    for (const TensorInfo& info : infos) {
+      const int64_t bytes = DTypeBytes(info.dtype) * info.elements;
+      results.emplace_back(new uint8_t[bytes]);
+      std::fill(results.back().get(), results.back().get() + bytes, 0xa5);
+      out->push_back(results.back().get());
+    }
+    return results;
+  }
+};
+
+Bytes Encode(const Plan& plan, const List& list, int64_t slice, std::vector<int64_t>* sizes) {
+  const auto chunks = SliceOfAllChunks(plan.layout, slice);
+  int64_t bytes = 0;
+  for (const auto& chunk : chunks) {
+    sizes->push_back(chunk.Bytes());
+    bytes += chunk.Bytes();
+  }
+  Bytes payload(bytes, 0xa5);
+  EncodeList(plan, chunks, slice, list.data, payload.data(), Threads);
+  return payload;
+}
+
+// All three steps for workers that hold the same list; returns every byte that was made.
+Bytes Exchange(const Plan& plan, const List& list) {
+  const int64_t shards = plan.layout.shards();
+  Bytes trace;
+  std::vector<void*> out;
+  const auto results = list.Results(&out);
+  for (int64_t slice = 0; slice < plan.layout.slices(); ++slice) {
+    std::vector<int64_t> sizes;
+    const Bytes payload = Encode(plan, list, slice, &sizes);
+    trace.insert(trace.end(), payload.begin(), payload.end());
+
+    Bytes gathered;
+    int64_t offset = 0;
+    for (int64_t shard = 0; shard < shards; ++shard) {
+      Bytes received;
+      for (int64_t worker = 0; worker < shards; ++worker) {
+        received.insert(received.end(), payload.begin() + offset, payload.begin() + offset + sizes[shard]);
+      }
+      offset += sizes[shard];
+      const auto exact = Exact(received);
+      const Layout::Chunk chunk = plan.layout.GetChunk(shard, slice);
+      const std::vector<int64_t> sent(shards, sizes[shard]);
+      CHECK(CheckShards(plan, chunk, shard, slice, exact.get(), received.size(), sent).empty());
+      Bytes reduced(chunk.Bytes(), 0xa5);
+      ReduceShards(plan, chunk, shard, slice, exact.get(), reduced.data(), Threads);
+      gathered.insert(gathered.end(), reduced.begin(), reduced.end());
+    }
+    trace.insert(trace.end(), gathered.begin(), gathered.end());
+    const auto exact = Exact(gathered);
+    const auto chunks = SliceOfAllChunks(plan.layout, slice);
+    CHECK(CheckReduced(plan, chunks, slice, exact.get(), gathered.size()).empty());
+    DecodeList(plan, chunks, exact.get(), 1.25, out, Threads);
+  }
+  for (size_t i = 0; i < out.size(); ++i) {
+    const auto* bytes = static_cast<const uint8_t*>(out[i]);
+    trace.insert(trace.end(), bytes, bytes + DTypeBytes(list.infos[i].dtype) * list.infos[i].elements);
+  }
+  return trace;
+}
+
+Plan MakePlan(const Spec& spec, const List& list, int64_t shards, int64_t slices, const Backend* backend) {
+  CHECK(CheckSpec(spec).empty());
+  return Plan{spec, Layout(list.infos, spec.block_size, shards, slices), list.infos, backend};
+}
+
+void BackEndsAgreeOverEdgeCases() {
+  std::vector<std::vector<int64_t>> lists = {
+      {0}, {1}, {0, 0, 5}, {64, 64}, {63, 65, 1, 0, 127}, {4097, 3, 1000, 70000}, {1, 1, 1, 1, 1, 1}};
+  for (int64_t length = 1; length < 3 * 64 + 2; length += 7) {
+    lists.push_back({length, 193 - length});
+  }
+  for (const auto& sizes : lists) {
+    const List list(sizes);
+    for (int data_type = 1; data_type <= NumberOfDataTypes(); ++data_type) {
+      for (int64_t block_size : {64, 192, 65536, 0}) {
+        const Spec spec{static_cast<uint8_t>(data_type), block_size, data_type == 3 ? 150.f : 0.f,
+                        Rounding::kNearest};
+        const int64_t shards = 1 + RandomUpTo(4), slices = 1 + RandomUpTo(2);
+        const Bytes expected = Exchange(MakePlan(spec, list, shards, slices, ScalarBackend()), list);
+        for (const Backend* backend : Backends()) {
+          CHECK(Exchange(MakePlan(spec, list, shards, slices, backend), list) == expected);
+        }
+      }
+    }
+  }
+}
+
+// What a block with a bad number gives, and one with none: in each place of a block, of all back ends.
+void NonFiniteNumbersSpoilTheirBlock() {
+  for (const Backend* backend : Backends()) {
+    for (int64_t at = 0; at < 130; ++at) {
+      for (float bad : {std::numeric_limits<float>::infinity(), std::nanf("")}) {
+        std::vector<float> x(130, 2.f), decoded(130);
+        x[at] = bad;
+        Bytes codes(130);
+        float scale;
+        backend->encode(DType::kFloat32, x.data(), 0, 130, GetCodebook(1), 0.f, codes.data(), &scale);
+        CHECK(FloatBits(scale) == 0x7fc00000u);
+        backend->decode(DType::kFloat32, codes.data(), scale, 130, GetCodebook(1), decoded.data(), 0, false);
+        for (float value : decoded) {
+          CHECK(std::isnan(value));
+        }
+        x[at] = -2.f;
+        backend->encode(DType::kFloat32, x.data(), 0, 130, GetCodebook(1), 0.f, codes.data(), &scale);
+        CHECK(scale == 2.f && codes[at] == 255 && codes[(at + 1) % 130] == 127);
+      }
+    }
+  }
+}
+
+struct Received {
+  Bytes bytes;
+  std::vector<int64_t> sizes;
+};
+
+// True if both checks let `received` pass; nothing else may happen. What passes is reduced and decoded.
+bool Digest(const Plan& plan, const List& list, int64_t shard, const Received& received) {
+  const auto exact = Exact(received.bytes);
+  const auto bytes = static_cast<int64_t>(received.bytes.size());
+  const Layout::Chunk chunk = plan.layout.GetChunk(shard, 0);
+  const bool reducible = CheckShards(plan, chunk, shard, 0, exact.get(), bytes, received.sizes).empty();
+  if (reducible) {
+    Bytes reduced(chunk.Bytes());
+    ReduceShards(plan, chunk, shard, 0, exact.get(), reduced.data(), Threads);
+  }
+  const auto chunks = SliceOfAllChunks(plan.layout, 0);
+  const bool decodable = CheckReduced(plan, chunks, 0, exact.get(), bytes).empty();
+  if (decodable) {
+    std::vector<void*> out;
+    const auto results = list.Results(&out);
+    DecodeList(plan, chunks, exact.get(), -3e38, out, Threads);
+  }
+  return reducible || decodable;
+}
+
+// What three workers that encoded the same `payload` send for one chunk.
+Received FromThreeWorkers(const Bytes& payload, const std::vector<int64_t>& sizes, int64_t shard) {
+  const auto start = payload.begin() + std::accumulate(sizes.begin(), sizes.begin() + shard, int64_t{0});
+  Received received;
+  for (int worker = 0; worker < 3; ++worker) {
+    received.bytes.insert(received.bytes.end(), start, start + sizes[shard]);
+    received.sizes.push_back(sizes[shard]);
+  }
+  return received;
+}
+
+void AnyBytesAreRefusedOrDecoded() {
+  const List list({70, 65, 0, 300});
+  const Spec spec{4, 64, 0.f, Rounding::kNearest};
+  for (const Backend* backend : Backends()) {
+    const Plan plan = MakePlan(spec, list, 3, 1, backend);
+    std::vector<int64_t> sizes;
+    const Bytes payload = Encode(plan, list, 0, &sizes);
+    CHECK(Digest(plan, list, 0, {payload, sizes}));  // as the payload of decode
+
+    // Cut at every length, with sizes that promise more, and with honest ones.
+    const auto cut_at_every_length = [&](const Received& whole, int64_t shard) {
+      for (size_t length = 0; length < whole.bytes.size(); ++length) {
+        Received cut{{whole.bytes.begin(), whole.bytes.begin() + length}, whole.sizes};
+        CHECK(!Digest(plan, list, shard, cut));
+        auto left = static_cast<int64_t>(length);
+        for (int64_t& size : cut.sizes) {
+          size = std::min(size, left);
+          left -= size;
+        }
+        CHECK(!Digest(plan, list, shard, cut));
+      }
+    };
+    cut_at_every_length({payload, sizes}, 0);
+    cut_at_every_length(FromThreeWorkers(payload, sizes, 1), 1);
+    int64_t chunk = 0;
+    for (int64_t size : sizes) {
+      for (int64_t bit = 0; bit < 8 * kHeaderBytes; ++bit) {
+        Bytes damaged = payload;
+        damaged[chunk + bit / 8] ^= 1 << bit % 8;
+        CHECK(!Digest(plan, list, 0, {damaged, sizes}));
+      }
+      chunk += size;
+    }
+    for (int round = 0; round < 3000; ++round) {
+      Received random;
+      random.bytes.resize(RandomUpTo(1000));
+      for (uint8_t& byte : random.bytes) {
+        byte = static_cast<uint8_t>(random_bits());
+      }
+      random.sizes.resize(RandomUpTo(4));
+      for (int64_t& size : random.sizes) {
+        size = RandomUpTo(1) ? RandomUpTo(1000) : static_cast<int32_t>(random_bits());
+      }
+      CHECK(!Digest(plan, list, RandomUpTo(2), random));
+    }
+    // Behind good headers any codes and scales.
+    for (int round = 0; round < 300; ++round) {
+      const int64_t shard = RandomUpTo(2);
+      Received noise{payload, sizes};
+      if (round % 2 == 0) {
+        noise = FromThreeWorkers(payload, sizes, shard);
+      }
+      int64_t at = 0;
+      for (int64_t size : noise.sizes) {
+        for (int64_t byte = kHeaderBytes; byte < size; ++byte) {
+          noise.bytes[at + byte] = static_cast<uint8_t>(random_bits());
+        }
+        at += size;
+      }
+      CHECK(Digest(plan, list, shard, noise));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace hvd8bit
+
+int main() {
+  hvd8bit::BackEndsAgreeOverEdgeCases();
+  hvd8bit::NonFiniteNumbersSpoilTheirBlock();
+  hvd8bit::AnyBytesAreRefusedOrDecoded();
+  std::printf("passed with %s\n", hvd8bit::RunnableBackends().c_str());
+}
