@@ -1,0 +1,13 @@
+import importlib.util
+
+import launch
+import pytest
+
+FILES = ["cases_keras3.py", "cases_keras_callbacks.py"]
+if importlib.util.find_spec("tf_keras") is not None:
+    FILES.append("cases_keras_tf_keras.py")
+
+
+@pytest.mark.parametrize(("workers", "files"), [(1, FILES), (2, FILES), (3, FILES[:1])], ids=["1", "2", "3"])
+def test_keras(workers, files):
+    launch.run_cases(files, workers=workers, timeout=580)
