@@ -1,0 +1,68 @@
+"""Writes the tables of docs/performance.md from the JSON files that tools/measure_exchange.sh leaves in a folder.
+
+    python docs/make_performance.py out/measurements
+
+Tables whose files the folder lacks stay as they are.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from hvd8bit.bench import report
+from hvd8bit.datatypes import DATA_TYPES
+from hvd8bit.speedup import Calibration, calibrate, units
+
+PAGE = pathlib.Path(__file__).with_name("performance.md")
+BITS = {"none": 32, **dict.fromkeys(DATA_TYPES, 8)}
+
+
+def main(folder: str) -> None:
+    documents = report.read(folder)
+    profiles = [d for d in documents if d.name.startswith("profile-")]
+    lists = [r for d in documents if d.name.startswith("prediction-") for r in d.results if r["compression"] in BITS]
+    on_4 = _records(profiles, workers=(4,))
+    if on_4 and lists:
+        calibration = calibrate({"results": on_4})
+        seen = {record["rate_bit_per_s"] for record in on_4}
+        unseen = [record for record in lists if record["rate_bit_per_s"] not in seen]
+        documents.append(report.Document("prediction", "", _beside(calibration, unseen), {}, {}))
+    on_2_and_3 = _records(profiles, workers=(2, 3))
+    if on_4 and {record["workers"] for record in on_2_and_3} == {2, 3}:
+        rows = _beside(calibrate({"results": on_2_and_3}), on_4)
+        documents.append(report.Document("prediction-of-4-workers", "", rows, {}, {}))
+    report.fill_markdown(str(PAGE), documents)
+    print(f"{PAGE}: written")
+
+
+def _records(documents: Sequence[report.Document], workers: tuple[int, ...]) -> list[dict]:
+    return [r for d in documents for r in d.results if r["workers"] in workers and r["compression"] in BITS]
+
+
+def _beside(calibration: Calibration, records: Sequence[dict]) -> list[dict]:
+    """What the calibrated model says of sums that were measured."""
+    rows = []
+    for record in records:
+        cluster = calibration.cluster(record["workers"], record["rate_bit_per_s"] / 8)
+        predicted = cluster.exchange(record["elements"], BITS[record["compression"]]).total_s
+        rows.append(
+            {
+                "gradients": record["gradients_of"] or "one tensor",
+                "elements": record["elements"],
+                "workers": record["workers"],
+                "link": units.show_bits_per_s(record["rate_bit_per_s"] / 8),
+                "compression": record["compression"],
+                "measured": units.show_seconds(record["median_s"]),
+                "predicted": units.show_seconds(predicted),
+                "error": f"{100 * (predicted / record['median_s'] - 1):+.0f} %",
+            }
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    main(sys.argv[1])

@@ -1,0 +1,161 @@
+"""`hvd8bit bench` on several workers and hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import launch
+import pytest
+
+from hvd8bit.bench import netlab
+
+MISSING = netlab.available(shaping=True)
+needs_lab = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+ELEMENTS = 20_000
+SCRIPT = """
+import json, sys
+import horovod.tensorflow as hvd
+from hvd8bit import cli, ops
+from hvd8bit.bench import exchange
+
+folder = sys.argv[1]
+small = ["--rounds", "3", "--budget", "100ms"]
+several = ["--elements", "20000", "--gradients-of", "MobileNet", "--slices", "2"]
+several += ["--rate", "1Gbit/s", "--compressions", "none,fp16,dynamic_tree,linear"]
+written = ["--json", folder + "/exchange.json", "--plot", folder + "/e.png"]
+codes = [cli.main(["bench", "exchange", *several, *small, *written])]
+tiny = ["--image-size", "32", "--batch-size", "2"]  # fp16 overflows
+written = ["--json", folder + "/train.json", "--plot", folder + "/t.png"]
+codes += [cli.main(["bench", "train", *tiny, *small, *written])]
+
+right = ops.decode_list
+if hvd.rank() == 1:
+    ops.decode_list = lambda *args, **options: [2.0 * x for x in right(*args, **options)]
+try:
+    exchange.run([(20000,)], exchange.Settings(rounds=3, budget_s=0.1))
+    raised = ""
+except RuntimeError as error:
+    raised = str(error)
+print(json.dumps({"codes": codes, "raised": raised}))
+"""
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """What was written, and what each worker printed."""
+    folder = tmp_path_factory.mktemp("bench")
+    result = launch.run_python(SCRIPT, folder, workers=2, timeout=300)
+    return folder, result
+
+
+def test_exchange_writes_what_the_model_reads(measured):
+    folder, _ = measured
+    content = json.loads((folder / "exchange.json").read_text())
+    assert {"machine", "versions", "results", "slices"} <= set(content)
+    one = [r for r in content["results"] if r["gradients_of"] is None]
+    names = ["none", "fp16", "dynamic_tree", "linear"]
+    assert [r["compression"] for r in one] == [*names, "bare", "no_communication"]
+    for r in one:
+        assert (r["workers"], r["elements"], r["rate_bit_per_s"]) == (2, ELEMENTS, 1e9)
+        assert r["median_s"] > 0
+        parts = [r[f"{part}_s"] for part in ("encode", "alltoall", "reduce", "allgather", "decode")]
+        assert all(part > 0 for part in parts) if r["compression"] in names[2:] else parts == [None] * 5
+    by_name = {r["compression"]: r for r in one}
+    # 20,000 codes, 20 scales and 2 headers, in chunks of two workers; each chunk's own blocks end early.
+    sent = (ELEMENTS + 4 * 21 + 2 * 64) / ELEMENTS
+    assert by_name["dynamic_tree"]["bytes_per_element"] == pytest.approx(sent, rel=0.002)
+    assert by_name["none"]["bytes_per_element"] == 4
+    assert by_name["fp16"]["bytes_per_element"] == 2
+    assert [r["slices"] for r in content["slices"]] == [2, 2]
+
+    from hvd8bit.speedup import calibrate
+
+    assert calibrate(content).workers == (2,)
+
+
+def test_exchange_sums_the_gradients_of_a_model(measured):
+    folder, _ = measured
+    content = json.loads((folder / "exchange.json").read_text())
+    (ours,) = [r for r in content["results"] if r["gradients_of"] and r["compression"] == "dynamic_tree"]
+    assert ours["elements"] == 4_231_976
+    assert ours["tensors"] == 83
+    assert 0.9 * ours["elements"] < ours["encoded_elements"] < ours["elements"], "small ones pass"
+
+
+def test_train_measures_each_compression_beside_none(measured):
+    folder, _ = measured
+    content = json.loads((folder / "train.json").read_text())
+    by_name = {r["compression"]: r for r in content["results"]}
+    assert list(by_name) == ["none", "fp16", "eightbit", "alone"]
+    sent = {name: r["gradient_bytes_per_step"] for name, r in by_name.items()}
+    assert sent["none"] == 2 * sent["fp16"] == pytest.approx(4 * by_name["none"]["parameters"], rel=0.001)
+    assert 0.25 < sent["eightbit"] / sent["none"] < 0.27
+    assert sent["alone"] == 0
+    for r in by_name.values():
+        assert r["images_per_s"] == pytest.approx(4 / r["step_s"])
+        assert r["step_compute_s"] == by_name["alone"]["step_s"]
+
+
+def test_rank_0_alone_prints(measured):
+    _, result = measured
+    assert "20,000 elements, 2 workers, link 1 Gbit/s" in result.stdout(0)
+    assert "MobileNet, 4,231,976 parameters, 2 workers" in result.stdout(0)
+    assert len(result.stdout(1).splitlines()) == 1
+    assert (measured[0] / "e.png").exists()
+    assert (measured[0] / "t.png").exists()
+
+
+def test_a_wrong_sum_on_one_worker_is_an_error_on_all(measured):
+    _, result = measured
+    for rank in range(2):
+        found = result.json(rank)
+        assert found["codes"] == [0, 0]
+        assert "a sum with dynamic_tree is wrong by" in found["raised"]
+
+
+def _netlab(*arguments: str, timeout: float = 200) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "hvd8bit", "bench", "netlab", *arguments]
+    path = os.pathsep.join(filter(None, [str(launch.ROOT), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(command, env=env, check=False, capture_output=True, text=True, timeout=timeout)
+
+
+@needs_lab
+def test_a_benchmark_on_hosts_with_links_of_a_given_rate(tmp_path):
+    ours, told = tmp_path / "exchange.json", tmp_path / "netlab.json"
+    bench = ["bench", "exchange", "--elements", "1M", "--compressions", "none,dynamic_tree", "--rounds", "3"]
+    command = [sys.executable, "-m", "hvd8bit", *bench, "--budget", "1s", "--json", str(ours)]
+    done = _netlab("-n", "2", "--rate", "1gbit", "--json", str(told), "--", *command)
+    assert done.returncode == 0, done.stderr
+    assert "1,000,000 elements, 2 workers, link 1 Gbit/s" in done.stdout
+    by_name = {r["compression"]: r for r in json.loads(ours.read_text())["results"]}
+    assert by_name["none"]["bytes_from"] == "interface"
+    assert by_name["none"]["bytes_per_element"] == pytest.approx(4, rel=0.03)
+    # `bare` moves the same bytes, all of them.
+    assert by_name["dynamic_tree"]["bytes_per_element"] == pytest.approx(1.004, rel=0.04)
+    assert by_name["bare"]["bytes_per_element"] == pytest.approx(1.004, rel=0.04)
+    # 4 MB cannot cross 1 Gbit/s in less, but for what the bucket of a limit lets pass at once.
+    assert by_name["none"]["median_s"] > 0.9 * 8 * 4e6 / 1e9
+
+    content = json.loads(told.read_text())
+    assert [r["host"] for r in content["results"]] == ["h0", "h1"]
+    assert all(r["sent_bytes"] > 20e6 for r in content["results"])
+    assert content["returncode"] == 0
+
+
+@needs_lab
+def test_a_command_that_fails_on_a_host_is_told_of_and_nothing_is_left():
+    program = "import os, sys; print('from', os.environ['HOROVOD_RANK']); sys.exit(int(os.environ['HOROVOD_RANK']))"
+    done = _netlab("-n", "2", "--", sys.executable, "-c", program)
+    assert done.returncode == 1
+    assert done.stdout == "from 0\n"
+    assert "exit status 1" in done.stderr
+    assert "from 1" in done.stderr
+    left = [path.name for path in Path("/run/netns").glob(f"{netlab.PREFIX}.*")]
+    living = [name for name in left if netlab._owner_lives(name)]
+    assert left == living, "labs of processes that have ended"
