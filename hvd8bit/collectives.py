@@ -94,9 +94,8 @@ class HorovodComm:
         """Horovod's own allreduce of tensors of one dtype, as one group; not through hvd8bit's codec."""
         compression = compression or self._hvd.Compression.none
         width = 2 if compression is self._hvd.Compression.fp16 else tensors[0].dtype.size
-        size = tf.cast(self.size_tensor(), tf.int64)
         for tensor in tensors:
-            _count(2 * (size - 1) * width * tf.size(tensor, out_type=tf.int64) // size)
+            self.count_ring(tensor, width)
         return self._hvd.grouped_allreduce(
             tensors,
             op=op,
@@ -107,6 +106,11 @@ class HorovodComm:
             ignore_name_scope=True,
             process_set=self.process_set,
         )
+
+    def count_ring(self, tensor, element_bytes: int) -> None:
+        """Counts what a ring allreduce of the tensor makes this worker send: for what Horovod itself reduces."""
+        size = tf.cast(self.size_tensor(), tf.int64)
+        _count(2 * (size - 1) * element_bytes * tf.size(tensor, out_type=tf.int64) // size)
 
     def gather_slices(self, slices: tf.IndexedSlices, name: str, *, average: bool) -> tf.IndexedSlices:
         """Everyone's rows of a sparse gradient, exactly; divided by the number of workers for the average."""

@@ -288,3 +288,6 @@ def test_sent_bytes(hvd, run):
     sent = collectives.sent_bytes() / 3 / elements
     floor = 2 * (n - 1) / n
     assert floor <= sent <= 1.02 * floor
+    collectives.reset_sent_bytes()
+    reduce(tf.ones([100]))  # passes through as float32
+    assert collectives.sent_bytes() == 2 * (n - 1) * 400 // n
