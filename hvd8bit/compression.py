@@ -207,8 +207,8 @@ class _Handle:
             f"compression={self.compressor!r} needs a sum or an average over the {len(ranks)} workers {_short(ranks)}, "
             f"got something else (a probe came back as {result.numpy().tolist()}): Min, Max, Product, Adasum and "
             "reducescatter cannot be compressed: use compression=hvd.Compression.none there; with a process set, give "
-            "the same one to the call and to EightBit(process_set=...); a worker that has called hvd.join takes no part "
-            "in exchanges: give all workers the same number of steps"
+            "the same one to the call and to EightBit(process_set=...); a worker that has called hvd.join takes no "
+            "part in exchanges: give all workers the same number of steps"
         )
 
     def _check_op(self, result) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import tensorflow as tf
 
 from hvd8bit import collectives
 from hvd8bit.compression import EightBit
 from hvd8bit.reduction import reduce_gradients
-from hvd8bit.variables import name_of, tf_variable
+from hvd8bit.variables import name_of, tf_variable, unique
 
 
 class DistributedGradientTape:
@@ -87,7 +85,7 @@ class DistributedGradientTape:
         flat = tf.nest.flatten(sources)
         shared = [i for i, source in enumerate(flat) if _reference(source) not in self._local]
         names = [f"grad_{i}" if use_generic_names else name_of(flat[i]) for i in shared]
-        reduced = reduce_gradients([gradients[i] for i in shared], _unique(names), **self._settings)
+        reduced = reduce_gradients([gradients[i] for i in shared], unique(names), **self._settings)
         for i, gradient in zip(shared, reduced):
             gradients[i] = gradient
         if self._local and self._scale_local_gradients:
@@ -107,13 +105,3 @@ def _divided(gradient, size):
 
 def _reference(source):
     return tf_variable(source).ref()
-
-
-def _unique(names: list[str]) -> list[str]:
-    """Names with a number appended where they repeat."""
-    seen: dict[str, itertools.count] = {}
-    unique = []
-    for name in names:
-        count = next(seen.setdefault(name, itertools.count()))
-        unique.append(f"{name}#{count}" if count else name)
-    return unique

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+from collections.abc import Iterable
+
 import tensorflow as tf
 
 
@@ -19,3 +22,13 @@ def name_of(variable) -> str:
     if isinstance(variable, tf.Tensor):
         return f"tensor_{'x'.join(map(str, variable.shape))}"
     return getattr(variable, "path", None) or variable.name
+
+
+def unique(names: Iterable[str]) -> list[str]:
+    """The names, with a number appended where one repeats: a, a#2, a#3."""
+    seen: collections.Counter[str] = collections.Counter()
+    result = []
+    for name in names:
+        seen[name] += 1
+        result.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return result

@@ -142,7 +142,8 @@ def table(records: Sequence[Record], columns: Columns, title: str, show: Any) ->
     from rich.table import Table
 
     heads, rows = cells(records, columns)
-    shown = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    show.print(title)  # as the table's own title it would be broken at the table's width
+    shown = Table(show_edge=False, pad_edge=False)
     for number, head in enumerate(heads):
         shown.add_column(head, justify="right" if number and head not in _WORDS else "left", no_wrap=True)
     for row in rows:

@@ -100,9 +100,7 @@ class MetricAverageCallback(_Callback):
         if workers == 1:
             return
         arrays = {name: np.asarray(value) for name, value in sorted((logs or {}).items())}
-        numbers = {
-            name: array.astype(np.float64) for name, array in arrays.items() if array.dtype.kind in "biuf"
-        }
+        numbers = {name: array.astype(np.float64) for name, array in arrays.items() if array.dtype.kind in "biuf"}
         from horovod.tensorflow import Compression
 
         with tf.device(self.device or None):
@@ -147,9 +145,7 @@ class LearningRateWarmupCallback(_Callback):
     ):
         super().__init__()
         if initial_lr is None:
-            raise ValueError(
-                "initial_lr must be a number, got None; give the learning rate after the warm-up"
-            )
+            raise ValueError("initial_lr must be a number, got None; give the learning rate after the warm-up")
         self.initial_lr = initial_lr
         self.warmup_epochs = warmup_epochs
         self.momentum_correction = momentum_correction

@@ -34,7 +34,7 @@ import tensorflow as tf
 
 from hvd8bit import collectives, reduction
 from hvd8bit.compression import EightBit
-from hvd8bit.variables import name_of
+from hvd8bit.variables import name_of, unique
 
 if TYPE_CHECKING:
     from keras.optimizers import Optimizer as _KerasOptimizer
@@ -145,7 +145,11 @@ class _Reduction:
         _refuse_replicas()
         self._refuse_xla()
         return reduction.reduce_gradients(
-            gradients, _names(variables), process_set=self.process_set, scope=self.scope, **self._arguments
+            gradients,
+            unique(name_of(v) for v in variables),
+            process_set=self.process_set,
+            scope=self.scope,
+            **self._arguments,
         )
 
     def agree(self, finite) -> tf.Tensor:
@@ -220,17 +224,6 @@ def _refuse_replicas() -> None:
             f"a tf.distribute strategy with {replicas} replicas cannot be combined with Horovod; start one "
             "worker per device and use no strategy"
         )
-
-
-def _names(variables) -> list[str]:
-    """The variables' names, made unique in order."""
-    seen: collections.Counter[str] = collections.Counter()
-    names = []
-    for variable in variables:
-        name = name_of(variable)
-        seen[name] += 1
-        names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
-    return names
 
 
 # ---- Keras 3 ----

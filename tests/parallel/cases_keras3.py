@@ -157,9 +157,7 @@ WAY_IDS = [
     ("op_name", "compression"), [("Average", "eightbit"), ("Sum", "none")], indirect=["compression"]
 )
 def test_reduces_exactly_once(hvd, way, op_name, compression):
-    optimizer = DistributedOptimizer(
-        keras.optimizers.SGD(1.0), compression=compression, op=getattr(hvd, op_name)
-    )
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), compression=compression, op=getattr(hvd, op_name))
     weight = way(optimizer, hvd.rank() + 1.0)
     mean = mean_over_workers(hvd, lambda rank: rank + 1.0)
     # A mean of means would not show; a sum of sums does.
@@ -184,9 +182,7 @@ def test_predivide_factor_changes_nothing(hvd, compression, factor):
         keras.optimizers.SGD(1.0), compression=compression, gradient_predivide_factor=factor
     )
     weight = run_apply(optimizer, hvd.rank() + 1.0)
-    np.testing.assert_allclose(
-        float(weight.value), -mean_over_workers(hvd, lambda rank: rank + 1.0), rtol=1e-6
-    )
+    np.testing.assert_allclose(float(weight.value), -mean_over_workers(hvd, lambda rank: rank + 1.0), rtol=1e-6)
 
 
 def test_two_optimizers_in_one_step(hvd, compression):
@@ -218,9 +214,7 @@ def test_one_worker_retraces_alone(hvd, compression):
     for number in range(4):
         rows = number + 1 if hvd.rank() == 0 else 1
         step(tf.fill([rows], hvd.rank() + 1.0))
-    np.testing.assert_allclose(
-        weight.numpy(), -4 * mean_over_workers(hvd, lambda rank: rank + 1.0), rtol=1e-6
-    )
+    np.testing.assert_allclose(weight.numpy(), -4 * mean_over_workers(hvd, lambda rank: rank + 1.0), rtol=1e-6)
 
 
 # ---- everything else in the optimizer sees reduced gradients ----
@@ -279,9 +273,7 @@ def optimizer_state(optimizer) -> list:
 
 
 def test_accumulation_exchanges_at_its_boundary_only(hvd, compression, calls):
-    optimizer = DistributedOptimizer(
-        keras.optimizers.SGD(1.0, gradient_accumulation_steps=3), compression=compression
-    )
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=3), compression=compression)
     weight = keras.Variable(0.0)
     for _ in range(7):
         optimizer.apply([tf.constant(1.0)], [weight])
@@ -360,9 +352,7 @@ def test_unused_and_frozen_layers(hvd, compression, kind):
     model(x[:1])
     before = [np.array(weight) for weight in [*model.frozen.weights, *model.unused.weights]]
     used_before = np.array(model.used.kernel)
-    model.compile(
-        DistributedOptimizer(getattr(keras.optimizers, kind)(0.01), compression=compression), loss="mse"
-    )
+    model.compile(DistributedOptimizer(getattr(keras.optimizers, kind)(0.01), compression=compression), loss="mse")
     model.fit(x, y, batch_size=8, epochs=2, verbose=0)
     for old, new in zip(before, [*model.frozen.weights, *model.unused.weights]):
         np.testing.assert_array_equal(old, new)
@@ -395,9 +385,7 @@ def test_embedding(hvd, kind, sparse_as_dense):
 
     make = getattr(keras.optimizers, kind)
     expected = train(make(0.1), range(hvd.size()), dense=sparse_as_dense and hvd.size() > 1)
-    optimizer = DistributedOptimizer(
-        make(0.1), compression=hvd.Compression.none, sparse_as_dense=sparse_as_dense
-    )
+    optimizer = DistributedOptimizer(make(0.1), compression=hvd.Compression.none, sparse_as_dense=sparse_as_dense)
     result = train(optimizer, [hvd.rank()])
     assert_replicas_equal(hvd, result, optimizer.variables)
     for ours, plain in zip(result, expected):

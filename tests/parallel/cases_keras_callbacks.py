@@ -83,9 +83,7 @@ def test_broadcast_before_the_first_step(hvd, root):
 
 def test_broadcast_under_loss_scaling(hvd):
     model = seeded_model(hvd)
-    model.compile(
-        keras.optimizers.LossScaleOptimizer(DistributedOptimizer(keras.optimizers.Adam(0.01))), loss="mse"
-    )
+    model.compile(keras.optimizers.LossScaleOptimizer(DistributedOptimizer(keras.optimizers.Adam(0.01))), loss="mse")
     broadcast = callbacks.BroadcastGlobalVariablesCallback(0)
     model.fit(*own_data(hvd), callbacks=[broadcast], verbose=0)
     variables = [*model.trainable_weights, *model.optimizer.variables]
@@ -148,9 +146,7 @@ def test_metrics_of_fit_are_averaged_for_later_callbacks(hvd):
         assert history[name] == [pytest.approx(np.mean(of_all_workers(hvd, np.float64(own))), rel=1e-12)]
 
 
-@pytest.mark.parametrize(
-    "others", [{"loss": 1.0, "validated": 2.0}, {"loss": 1.0}, {}], ids=["other", "fewer", "none"]
-)
+@pytest.mark.parametrize("others", [{"loss": 1.0, "validated": 2.0}, {"loss": 1.0}, {}], ids=["other", "fewer", "none"])
 def test_other_metrics_on_one_worker_is_an_error_on_all(hvd, others):
     if hvd.size() == 1:
         pytest.skip("one worker agrees with itself")
@@ -186,9 +182,7 @@ def test_warmup_refuses_what_it_cannot_do(hvd):
         model.fit(x, y, callbacks=[callbacks.LearningRateWarmupCallback(0.1)], verbose=0)
     model.compile(DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), loss="mse")
     with pytest.raises(ValueError, match="momentum_correction must be False or None for SGD, got True"):
-        model.fit(
-            x, y, callbacks=[callbacks.LearningRateWarmupCallback(0.1, momentum_correction=True)], verbose=0
-        )
+        model.fit(x, y, callbacks=[callbacks.LearningRateWarmupCallback(0.1, momentum_correction=True)], verbose=0)
 
     def endless():
         while True:

@@ -33,9 +33,7 @@ def own_data(hvd, rows=32, scale=1.0):
 
 def small_model(seed=3):
     tf_keras.utils.set_random_seed(seed)
-    return tf_keras.Sequential(
-        [tf_keras.layers.Input((6,)), tf_keras.layers.Dense(8), tf_keras.layers.Dense(4)]
-    )
+    return tf_keras.Sequential([tf_keras.layers.Input((6,)), tf_keras.layers.Dense(8), tf_keras.layers.Dense(4)])
 
 
 @pytest.mark.parametrize("groups", [None, 1])
@@ -56,9 +54,7 @@ def test_fit_reduces_exactly_once(hvd, compression, op_name, groups):
 
 def test_legacy_optimizer(hvd, compression):
     model = small_model()
-    model.compile(
-        DistributedOptimizer(tf_keras.optimizers.legacy.Adam(0.01), compression=compression), loss="mse"
-    )
+    model.compile(DistributedOptimizer(tf_keras.optimizers.legacy.Adam(0.01), compression=compression), loss="mse")
     model.fit(*own_data(hvd), batch_size=8, verbose=0)
     assert_replicas_equal(hvd, model.get_weights())
 
@@ -153,9 +149,7 @@ def test_callbacks(hvd):
     losses = hvd.allgather(tf.constant([own["loss"]], tf.float64)).numpy()
     assert history["loss"] == [pytest.approx(np.mean(losses), rel=1e-12)]
     n = hvd.size()
-    np.testing.assert_allclose(
-        rates, [0.1 / n * (1 + (n - 1) * (step + 1) / 8) for step in range(4)], rtol=1e-6
-    )
+    np.testing.assert_allclose(rates, [0.1 / n * (1 + (n - 1) * (step + 1) / 8) for step in range(4)], rtol=1e-6)
 
 
 def test_momentum_is_corrected_where_it_is_a_variable(hvd):

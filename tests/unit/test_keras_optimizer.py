@@ -109,9 +109,7 @@ def test_copies_reduce_too(workers, duplicate):
 
 
 def test_pickling_would_lose_the_reduction():
-    with pytest.raises(
-        TypeError, match="cannot be pickled; pickle the plain optimizer, and wrap it on each worker"
-    ):
+    with pytest.raises(TypeError, match="cannot be pickled; pickle the plain optimizer, and wrap it on each worker"):
         pickle.dumps(DistributedOptimizer(keras.optimizers.SGD(1.0)))
 
 
@@ -316,9 +314,7 @@ def test_jit_compile_auto_of_other_models_is_as_ever(monkeypatch):
 
 @pytest.mark.parametrize("given", ["sgd", None, keras.optimizers.SGD, 0.1])
 def test_what_is_no_optimizer(given):
-    with pytest.raises(
-        TypeError, match=r"optimizer must be a Keras optimizer object, got .*keras.optimizers.get"
-    ):
+    with pytest.raises(TypeError, match=r"optimizer must be a Keras optimizer object, got .*keras.optimizers.get"):
         DistributedOptimizer(given)
 
 
@@ -335,9 +331,7 @@ TWICE = {
 
 @pytest.mark.parametrize("case", TWICE)
 def test_wrapping_twice(case):
-    with pytest.raises(
-        ValueError, match=r"optimizer .* is distributed already.*wrap the plain optimizer, once"
-    ):
+    with pytest.raises(ValueError, match=r"optimizer .* is distributed already.*wrap the plain optimizer, once"):
         DistributedOptimizer(TWICE[case]())
 
 

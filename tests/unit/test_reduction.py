@@ -8,7 +8,7 @@ import horovod.tensorflow as hvd
 import pytest
 import tensorflow as tf
 
-from hvd8bit import reduction, tape, variables
+from hvd8bit import reduction, variables
 
 
 def gradient(position: int, shape) -> reduction._Gradient:
@@ -86,7 +86,7 @@ def test_a_plans_line():
 
 
 def test_names_that_repeat_are_numbered():
-    assert tape._unique(["a", "b", "a", "a"]) == ["a", "b", "a#1", "a#2"]
+    assert variables.unique(["a", "b", "a", "a"]) == ["a", "b", "a#2", "a#3"]
 
 
 def test_keras_and_tensorflow_variables():
