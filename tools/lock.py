@@ -68,9 +68,7 @@ def merge(per_python: dict[str, dict[str, str]]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensorflow", default="")
     parser.add_argument("--python", action="append", default=[], metavar="3.9=/path/to/python3.9")
     args = parser.parse_args()

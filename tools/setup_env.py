@@ -116,8 +116,7 @@ def check_machine() -> None:
         missing.append(f"python{sys.version_info[0]}.{sys.version_info[1]}-venv")
     if missing:
         raise SetupError(
-            f"missing on this machine: {', '.join(missing)}. "
-            f"Install with: sudo apt-get install -y {' '.join(missing)}"
+            f"missing on this machine: {', '.join(missing)}. Install with: sudo apt-get install -y {' '.join(missing)}"
         )
 
 
@@ -299,9 +298,7 @@ def install_horovod(venv: Venv, choices: dict, stamp: dict) -> None:
     )
     if check.returncode != 0:
         reason = (check.stderr.strip().splitlines() or ["no message"])[-1]
-        raise SetupError(
-            f"Horovod does not import ({reason}): delete its wheel {wheel} and run make setup again"
-        )
+        raise SetupError(f"Horovod does not import ({reason}): delete its wheel {wheel} and run make setup again")
 
 
 def build_ops(venv: Venv) -> None:
@@ -311,9 +308,7 @@ def build_ops(venv: Venv) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--venv", type=Path, default=Path(".venv"))
     parser.add_argument(
         "--tensorflow",
@@ -321,9 +316,7 @@ def main() -> int:
         metavar="2.x.y",
         help=f"default: what the venv has, else {DEFAULT_TENSORFLOW}",
     )
-    parser.add_argument(
-        "--tensorflow-package", default="", help=f"default: what the venv has, else {DEFAULT_PACKAGE}"
-    )
+    parser.add_argument("--tensorflow-package", default="", help=f"default: what the venv has, else {DEFAULT_PACKAGE}")
     args = parser.parse_args()
 
     venv = Venv(args.venv.absolute())

@@ -71,7 +71,8 @@ def test_embedding_beside_dense_layers(hvd, compression):
     assert_replicas_equal(hvd, model.get_weights())
 
 
-def test_all_gradients_travel_together(hvd, monkeypatch):
+@pytest.mark.parametrize("passes", [1, 2])
+def test_all_gradients_travel_together(hvd, monkeypatch, passes):
     real, seen = reduction.reduce_gradients, []
 
     def reduce_gradients(gradients, names, **arguments):
@@ -80,9 +81,10 @@ def test_all_gradients_travel_together(hvd, monkeypatch):
 
     monkeypatch.setattr(reduction, "reduce_gradients", reduce_gradients)
     model = small_model()
-    model.compile(DistributedOptimizer(tf_keras.optimizers.SGD(0.1)), loss="mse", run_eagerly=True)
+    optimizer = DistributedOptimizer(tf_keras.optimizers.SGD(0.1), backward_passes_per_step=passes)
+    model.compile(optimizer, loss="mse", run_eagerly=True)
     model.fit(*own_data(hvd), batch_size=8, verbose=0)
-    assert seen == [[weight.name for weight in model.weights]] * 4
+    assert seen == [[weight.name for weight in model.weights]] * (4 // passes)
 
 
 @pytest.mark.parametrize("average", [False, True], ids=["sum", "mean"])

@@ -379,9 +379,7 @@ def _merge(events: list[list[dict[str, Any]]], result: Result) -> list[Case]:
     order: list[str] = []
     for rank_events in events:
         order += [
-            event["nodeid"]
-            for event in rank_events
-            if event["event"] == "start" and event["nodeid"] not in order
+            event["nodeid"] for event in rank_events if event["event"] == "start" and event["nodeid"] not in order
         ]
     return [_merge_case(nodeid, events, result) for nodeid in order]
 
@@ -483,15 +481,10 @@ def _report(cases: list[Case], title: str) -> None:
 def _check(cases: list[Case], events: list[list[dict[str, Any]]], result: Result, title: str) -> None:
     """Fails the calling test unless all ranks ran all cases to the end and all passed."""
     errors = {
-        event["text"]: None
-        for rank_events in events
-        for event in rank_events
-        if event["event"] == "collect_error"
+        event["text"]: None for rank_events in events for event in rank_events if event["event"] == "collect_error"
     }
     failed = [case for case in cases if case.outcome == "failed"]
-    done = [
-        event["exitstatus"] for rank_events in events for event in rank_events if event["event"] == "done"
-    ]
+    done = [event["exitstatus"] for rank_events in events for event in rank_events if event["event"] == "done"]
     ended_well = result.returncode == 0 and not result.problem and len(done) == len(events)
     if ended_well and cases and not failed:
         return
@@ -503,9 +496,7 @@ def _check(cases: list[Case], events: list[list[dict[str, Any]]], result: Result
             lines += [f"===== {case.nodeid} =====\n{case.text}" for case in failed]
     if ended_well and not cases and os.environ.get("HVD8BIT_CASES") and all(status == 5 for status in done):
         pytest.skip(f"no case matches HVD8BIT_CASES={os.environ['HVD8BIT_CASES']}")
-    collected = next(
-        (len(e["nodeids"]) for events_of in events for e in events_of if e["event"] == "collected"), 0
-    )
+    collected = next((len(e["nodeids"]) for events_of in events for e in events_of if e["event"] == "collected"), 0)
     if collected > len(cases):
         lines += [f"{collected - len(cases)} cases that follow were not run"]
     lines += errors

@@ -190,9 +190,7 @@ print(*(os.environ["HOROVOD_" + name] for name in names))"""
 
 @needs_lab
 def test_run_ends_when_a_worker_fails():
-    program = (
-        "import os, sys, time\nif os.environ['HOROVOD_RANK'] == '1': sys.exit('broken')\ntime.sleep(1000)"
-    )
+    program = "import os, sys, time\nif os.environ['HOROVOD_RANK'] == '1': sys.exit('broken')\ntime.sleep(1000)"
     with netlab.NetLab(hosts=2) as lab:
         started = time.monotonic()
         job = lab.run([sys.executable, "-c", program])
@@ -215,9 +213,7 @@ def test_run_ends_after_its_timeout():
 def test_hosts_reach_each_other_by_ssh_alone_with_the_labs_own_keys():
     with netlab.NetLab(hosts=2) as lab:
         lab._start_sshd()
-        with lab.popen(
-            lab.hosts[0], ["ssh", "h1", "cat /etc/hosts"], stdout=subprocess.PIPE, text=True
-        ) as ssh:
+        with lab.popen(lab.hosts[0], ["ssh", "h1", "cat /etc/hosts"], stdout=subprocess.PIPE, text=True) as ssh:
             assert f"{lab.hosts[1].address} {os.uname().nodename}" in ssh.stdout.read()
         assert ssh.returncode == 0
 

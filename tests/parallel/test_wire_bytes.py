@@ -46,9 +46,7 @@ def measured():
 @pytest.mark.parametrize(("compression", "payload"), [("none", 4 * RING), ("fp16", 2 * RING)])
 def test_horovods_own_compressions_send_what_they_always_did(measured, compression, payload):
     for worker in measured:
-        assert (
-            payload <= worker["allreduce"][compression]["sent_bytes_per_element"] < (1 + OVERHEAD) * payload
-        )
+        assert payload <= worker["allreduce"][compression]["sent_bytes_per_element"] < (1 + OVERHEAD) * payload
 
 
 def test_eight_bit_sends_a_quarter(measured):

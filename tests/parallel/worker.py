@@ -108,12 +108,8 @@ class Worker:
         self._wait(lambda peer: peer.collected is not None)
         for rank, peer in enumerate(self._peers):
             if peer.collected != nodeids:
-                differing = sorted(set(peer.collected or []) ^ set(nodeids)) or [
-                    "the same cases in another order"
-                ]
-                pytest.exit(
-                    f"rank {rank} collected other cases than this rank: {differing[:5]}", returncode=3
-                )
+                differing = sorted(set(peer.collected or []) ^ set(nodeids)) or ["the same cases in another order"]
+                pytest.exit(f"rank {rank} collected other cases than this rank: {differing[:5]}", returncode=3)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:

@@ -38,9 +38,7 @@ def program(tmp_path_factory) -> pathlib.Path:
     lists: dict = {}
     exec((TF_OPS / "sources.bzl").read_text(encoding="utf-8"), {"__builtins__": {}}, lists)
     run(sys.executable, TF_OPS / "codec" / "generate_codebooks.py", work / lists["GENERATED_HEADER"])
-    sources = [
-        TF_OPS / name for name in lists["SOURCES"] if name.startswith("codec/") and name.endswith(".cc")
-    ]
+    sources = [TF_OPS / name for name in lists["SOURCES"] if name.startswith("codec/") and name.endswith(".cc")]
     sources.append(ROOT / "tests" / "cc" / "codec_test.cc")
     # The library's own flags, but for the optimisation: it is the sanitizers that take the time here.
     flags = [

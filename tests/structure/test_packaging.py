@@ -76,9 +76,7 @@ def test_sdist_installs_and_works(sdist, tmp_path):
     installed = run(sys.executable, "-m", "pip", "install", *arguments, str(sdist), cwd=tmp_path)
     assert installed.returncode == 0, (installed.stdout + installed.stderr)[-4000:]
     package = tmp_path / "site" / "hvd8bit"
-    installed_files = {
-        f"hvd8bit/{path.relative_to(package)}" for path in package.rglob("*") if path.is_file()
-    }
+    installed_files = {f"hvd8bit/{path.relative_to(package)}" for path in package.rglob("*") if path.is_file()}
     missing = {name for name in project_files() if name.startswith("hvd8bit/")} - installed_files
     assert not missing, f"not installed, add to package-data in pyproject.toml: {sorted(missing)}"
 

@@ -44,9 +44,7 @@ def test_sources_bzl_lists_every_file_once(suffixes):
 @pytest.mark.parametrize("name", present((".cc", ".cu", ".h", ".inc", ".cuh")))
 def test_a_file_includes_only_what_its_folder_may(name):
     folder = name.partition("/")[0]
-    for header in re.findall(
-        r'^\s*#\s*include\s+[<"]([^>"]+)[>"]', (TF_OPS / name).read_text(encoding="utf-8"), re.M
-    ):
+    for header in re.findall(r'^\s*#\s*include\s+[<"]([^>"]+)[>"]', (TF_OPS / name).read_text(encoding="utf-8"), re.M):
         if header.startswith("tf_ops/"):
             kind = header.split("/")[1]
         elif header.startswith(("tensorflow/", "absl/", "third_party/")):
@@ -104,9 +102,7 @@ def test_every_declared_dtype_has_a_kernel(op):
                 limits = [c for c in kernel.constraint if c.name == "T"]
                 # Without a constraint a kernel takes all that the declaration lets pass.
                 covered |= (
-                    {tf.as_dtype(t).name for c in limits for t in c.allowed_values.list.type}
-                    if limits
-                    else dtypes
+                    {tf.as_dtype(t).name for c in limits for t in c.allowed_values.list.type} if limits else dtypes
                 )
         assert covered >= dtypes, f"{op} on {device} has no kernel for {dtypes - covered}"
 

@@ -78,9 +78,7 @@ def test_decode_truncated_at_every_length():
         refused(decode, whole[:length])
 
 
-@pytest.mark.parametrize(
-    "extra", [b"\0", b"\0" * 4, b"\0" * 64, b"H8BT" + b"\0" * 60, bytes(range(256)) * 20]
-)
+@pytest.mark.parametrize("extra", [b"\0", b"\0" * 4, b"\0" * 64, b"H8BT" + b"\0" * 60, bytes(range(256)) * 20])
 def test_oversized(extra):
     chunks = sent_to(0)
     lengths = [len(c) for c in chunks]
@@ -153,9 +151,7 @@ def test_every_header_field_corrupted(field):
     def damaged(chunk):
         good = chunk[offset : offset + size]
         flips = [
-            bytes([b ^ (flip if i == at else 0) for i, b in enumerate(good)])
-            for at in range(size)
-            for flip in (1, 128)
+            bytes([b ^ (flip if i == at else 0) for i, b in enumerate(good)]) for at in range(size) for flip in (1, 128)
         ]
         for bad in {*flips, bytes(size), b"\xff" * size} - {good}:
             yield chunk[:offset] + bad + chunk[offset + size :]
@@ -190,9 +186,7 @@ OTHER_ENCODINGS = [
 @pytest.mark.parametrize("other", OTHER_ENCODINGS, ids=str)
 def test_a_worker_with_other_settings(other):
     chunks = [sent_to(0)[0], sent_to(0, encoding=other)[1], sent_to(0)[2]]
-    match = (
-        "chunk from worker 1 was encoded with other settings: data_type=.* this worker uses data_type=linear"
-    )
+    match = "chunk from worker 1 was encoded with other settings: data_type=.* this worker uses data_type=linear"
     refused(reduce, b"".join(chunks), [len(c) for c in chunks], match=match)
     refused(decode, b"".join(reduced_chunks()), encoding=other, match="was encoded with other settings")
 
@@ -212,9 +206,7 @@ OTHER_LISTS = {
 def test_a_worker_with_other_tensors(case):
     other = OTHER_LISTS[case]
     chunks = sent_to(0, workers=(TENSORS, TENSORS, other))
-    match = (
-        r"the chunk from worker 2 holds other tensors: .* this worker has 135 elements in 2: float32\[70\]"
-    )
+    match = r"the chunk from worker 2 holds other tensors: .* this worker has 135 elements in 2: float32\[70\]"
     refused(reduce, b"".join(chunks), [len(c) for c in chunks], match=match)
     refused(decode, b"".join(reduced_chunks()), like=other)
 
@@ -251,9 +243,7 @@ def test_another_number_of_workers():
     for shards in (1, 2, 4, 1000, 2**20):
         refused(decode, b"".join(reduced), shards=shards, match="was cut for 3 workers|is truncated")
     chunks = sent_to(0)
-    refused(
-        reduce, b"".join(chunks[:2]), [len(c) for c in chunks[:2]], shards=2, match="was cut for 3 workers"
-    )
+    refused(reduce, b"".join(chunks[:2]), [len(c) for c in chunks[:2]], shards=2, match="was cut for 3 workers")
 
 
 @hypothesis.settings(max_examples=300)
@@ -285,9 +275,7 @@ def test_random_damage_to_a_header(edits, worker):
 
 
 @hypothesis.settings(max_examples=150)
-@hypothesis.given(
-    st.integers(0, 2**32 - 1), st.sampled_from([64, 1024, None]), st.sampled_from(["absmax", 1.0])
-)
+@hypothesis.given(st.integers(0, 2**32 - 1), st.sampled_from([64, 1024, None]), st.sampled_from(["absmax", 1.0]))
 def test_any_codes_and_scales_decode_as_the_reference_says(seed, block_size, scaling):
     """Behind an intact header any bits may come: codes that are never written; negative, NaN, Inf scales."""
     rng = np.random.default_rng(seed)
@@ -299,9 +287,7 @@ def test_any_codes_and_scales_decode_as_the_reference_says(seed, block_size, sca
         header = reference.encode_list(like, SHARDS, encoding)[shard][:HEADER_BYTES]
         body = rng.integers(0, 256, layout.chunk_bytes(shard) - HEADER_BYTES, np.uint8)
         if seed % 3 == 0:  # scales of a usual size, mostly
-            scales = (
-                layout.chunk_bytes(shard) - HEADER_BYTES - 4 * sum(p.blocks for p in layout.pieces(shard))
-            )
+            scales = layout.chunk_bytes(shard) - HEADER_BYTES - 4 * sum(p.blocks for p in layout.pieces(shard))
             body[scales:].view(np.float32)[:] = rng.choice(
                 [-2, 1e-44, 3, 1e38, np.inf, np.nan, 0], len(body[scales:]) // 4
             )

@@ -75,13 +75,9 @@ INPUTS: dict[str, Callable[[str], np.ndarray]] = {
     "smallest scales": lambda _: np.concatenate(
         [np.float32(2.0**exponent) * _random(5, BLOCK) for exponent in range(-149, -110, 3)]
     ),
-    "huge": lambda _: (np.resize([1, -1, 0.999, 0.1, 1e-3, 0, 1e-38], 5 * BLOCK) * 3.4028234e38).astype(
-        np.float32
-    ),
+    "huge": lambda _: (np.resize([1, -1, 0.999, 0.1, 1e-3, 0, 1e-38], 5 * BLOCK) * 3.4028234e38).astype(np.float32),
     "zeros": lambda _: np.resize(np.array([0.0, -0.0], np.float32), 3 * BLOCK + 5),
-    "negative zero beside numbers": lambda _: np.resize(
-        np.array([-0.0, 1, -1e-30, 1e-30, -3], np.float32), 3 * BLOCK
-    ),
+    "negative zero beside numbers": lambda _: np.resize(np.array([-0.0, 1, -1e-30, 1e-30, -3], np.float32), 3 * BLOCK),
     "constant": lambda _: np.concatenate([np.full(BLOCK, 3.7), np.full(BLOCK + 3, -3.7)]).astype(np.float32),
     "nan": lambda _: _poisoned(np.nan),
     "inf": lambda _: _poisoned(np.inf),
@@ -110,9 +106,7 @@ def every_encoding() -> list[Encoding]:
     ]
 
 
-def reference_exchange(
-    workers: list[list[np.ndarray]], encoding: Encoding, slices: int = 1, factor: float = 1.0
-):
+def reference_exchange(workers: list[list[np.ndarray]], encoding: Encoding, slices: int = 1, factor: float = 1.0):
     """What the exchange of `workers[rank][tensor]` must give, by the reference."""
     like, shards = workers[0], len(workers)
     gathered = []
@@ -120,9 +114,7 @@ def reference_exchange(
         sent = [reference.encode_list(tensors, shards, encoding, slices, slice_) for tensors in workers]
         gathered.append(
             [
-                reference.reduce_shards(
-                    [chunks[shard] for chunks in sent], like, shard, encoding, slices, slice_
-                )
+                reference.reduce_shards([chunks[shard] for chunks in sent], like, shard, encoding, slices, slice_)
                 for shard in range(shards)
             ]
         )
@@ -142,9 +134,7 @@ def assert_ops_match_reference(workers, encoding: Encoding, slices: int = 1, fac
         part = {"slices": slices, "slice_": slice_}
         sent = []
         for arrays in workers:
-            payload, splits = ops.encode_list(
-                [tf.constant(array) for array in arrays], shards, encoding, **part
-            )
+            payload, splits = ops.encode_list([tf.constant(array) for array in arrays], shards, encoding, **part)
             sent.append(reference.encode_list(arrays, shards, encoding, slices, slice_))
             assert splits.numpy().tolist() == [len(chunk) for chunk in sent[-1]]
             assert_same_bytes(payload, b"".join(sent[-1]), f"encode_list, {encoding}")
@@ -157,9 +147,7 @@ def assert_ops_match_reference(workers, encoding: Encoding, slices: int = 1, fac
             reduced.append(reference.reduce_shards(received, workers[0], shard, encoding, slices, slice_))
             assert_same_bytes(got, reduced[-1], f"reduce_shards, {encoding}")
         gathered.append(reduced)
-    decoded = ops.decode_list(
-        [to_tensor(chunks) for chunks in gathered], like, shards, encoding, factor=factor
-    )
+    decoded = ops.decode_list([to_tensor(chunks) for chunks in gathered], like, shards, encoding, factor=factor)
     for got, expected in zip(decoded, reference.decode_list(gathered, workers[0], encoding, factor)):
         assert_same_numbers(got.numpy(), expected, f"decode_list, {encoding}")
 
@@ -171,9 +159,7 @@ def to_tensor(chunks: list[bytes]) -> tf.Tensor:
 def assert_same_bytes(got, expected: bytes, what: str) -> None:
     got = got.numpy().tobytes()
     if got != expected:
-        first = next(
-            (i for i, (a, b) in enumerate(zip(got, expected)) if a != b), min(len(got), len(expected))
-        )
+        first = next((i for i, (a, b) in enumerate(zip(got, expected)) if a != b), min(len(got), len(expected)))
         raise AssertionError(
             f"{what}: {len(got)} bytes, expected {len(expected)}; first difference at byte {first}: "
             f"got {got[first : first + 8].hex()}, expected {expected[first : first + 8].hex()}"

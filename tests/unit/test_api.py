@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -108,9 +110,7 @@ def test_slices_inside_a_graph():
 
     @tf.function(autograph=False)
     def run(x):
-        encoded = [
-            hvd8bit.encode(part, block_size=64) for part in (x[1:], x[:, 1:], tf.reshape(x, [-1])[1:], x[::2])
-        ]
+        encoded = [hvd8bit.encode(part, block_size=64) for part in (x[1:], x[:, 1:], tf.reshape(x, [-1])[1:], x[::2])]
         return [hvd8bit.decode(e) for e in encoded]
 
     for got, view in zip(run(_table), (_table[1:], _table[:, 1:], _table.reshape(-1)[1:], _table[::2])):
@@ -135,9 +135,7 @@ def test_the_input_is_not_changed(traced):
 def test_static_shapes_survive():
     seen = {}
 
-    @tf.function(
-        input_signature=[tf.TensorSpec([None, 16]), tf.TensorSpec([40, 16], tf.float16), tf.TensorSpec(None)]
-    )
+    @tf.function(input_signature=[tf.TensorSpec([None, 16]), tf.TensorSpec([40, 16], tf.float16), tf.TensorSpec(None)])
     def run(partly, fully, unknown):
         for name, x in (("partly", partly), ("fully", fully), ("unknown", unknown)):
             encoded = hvd8bit.encode(x, block_size=64)
@@ -152,6 +150,21 @@ def test_static_shapes_survive():
     assert seen["fully"] == ([640], [10], [40, 16], tf.float16)
     assert seen["unknown"][0].rank == 1
     assert seen["unknown"][2].rank is None
+
+
+def test_a_static_shape_is_kept_where_the_graph_cannot_know_it():
+    """The shape's values come from outside the graph; what is known of it is in `Encoded`."""
+    encoded = hvd8bit.encode(tf.ones([4, 16]))
+    shapes = []
+
+    @tf.function(autograph=False)
+    def run(chunk, shape):
+        inside = dataclasses.replace(encoded, chunk=chunk, shape=shape, static_shape=tf.TensorShape([None, 16]))
+        shapes.append(hvd8bit.decode(inside).shape.as_list())
+        return hvd8bit.decode(inside)
+
+    assert run(encoded.chunk, encoded.shape).shape == (4, 16)
+    assert shapes == [[None, 16]]
 
 
 def test_a_graph_with_unknown_shapes_gives_the_same():

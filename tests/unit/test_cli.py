@@ -40,9 +40,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"hvd8bit {hvd8bit.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("status", "code"), [(doctor.OK, 0), (doctor.NOTE, 0), (doctor.WARNING, 0), (doctor.FAULT, 1)]
-)
+@pytest.mark.parametrize(("status", "code"), [(doctor.OK, 0), (doctor.NOTE, 0), (doctor.WARNING, 0), (doctor.FAULT, 1)])
 def test_doctor_exit_status(status, code, doctor_finds, capsys):
     doctor_finds(doctor.Finding("Thing", status, "found [this]", "do [bold]that[/bold]"))
     assert cli.main(["doctor"]) == code

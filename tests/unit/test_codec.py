@@ -67,9 +67,7 @@ def test_lists_of_mixed_tensors(encoding, rng):
 def test_nothing_to_encode(shards):
     """Lists of empty tensors alone: chunks are headers."""
     assert_ops_match_reference([[np.zeros((0,), np.float32)]] * shards, Encoding(), slices=2)
-    assert_ops_match_reference(
-        [[np.zeros((0, 3), np.float16), np.zeros((2, 0))]] * shards, Encoding(block_size=None)
-    )
+    assert_ops_match_reference([[np.zeros((0, 3), np.float16), np.zeros((2, 0))]] * shards, Encoding(block_size=None))
 
 
 @pytest.mark.parametrize("data_type", DATA_TYPES)

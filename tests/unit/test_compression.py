@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -158,8 +159,10 @@ def test_handles_of_a_call_that_raised_are_never_sent():
     pending = compression._Pending()
     dropped = _Handle()
     pending.append(dropped)
-    del dropped  # Horovod drops it with the call
+    alive = weakref.ref(dropped)
+    del dropped  # Horovod drops it with the call, and nothing else may keep it and its tensor
     gc.collect()
+    assert alive() is None
     kept_by_somebody = _Handle()
     pending.append(kept_by_somebody)
     handle = _Handle()

@@ -110,14 +110,10 @@ def test_linear_is_a_uniform_grid():
     assert codebook("linear").tolist() == [as_float32(Fraction(k, 127)) for k in range(128)]
 
 
-@pytest.mark.parametrize(
-    "function", [codebook, datatypes.data_type_id, lambda name: datatypes.offset_scale(name, 1.0)]
-)
+@pytest.mark.parametrize("function", [codebook, datatypes.data_type_id, lambda name: datatypes.offset_scale(name, 1.0)])
 @pytest.mark.parametrize("name", ["float8", "", "LINEAR", None, 1])
 def test_unknown_data_type(function, name):
-    with pytest.raises(
-        ValueError, match="data_type must be one of dynamic_tree, static_tree, mantissa, linear, got"
-    ):
+    with pytest.raises(ValueError, match="data_type must be one of dynamic_tree, static_tree, mantissa, linear, got"):
         function(name)
 
 

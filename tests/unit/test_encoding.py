@@ -21,9 +21,7 @@ def test_block_sizes_that_are_fine(block_size):
     assert Encoding(block_size=block_size).block_size == block_size
 
 
-@pytest.mark.parametrize(
-    "block_size", [0, -1, -64, 1, 63, 65, 1000, 65537, 65600, 2**31, 2**64, 2**64 + 1024]
-)
+@pytest.mark.parametrize("block_size", [0, -1, -64, 1, 63, 65, 1000, 65537, 65600, 2**31, 2**64, 2**64 + 1024])
 def test_block_size_out_of_range(block_size):
     with pytest.raises(
         ValueError, match=rf"block_size must be a multiple of 64 in \[64, 65536\], or None, got {block_size}"
@@ -61,9 +59,7 @@ def test_powers_of_ten_as_scaling(scaling, data_type, fixed_scale):
     assert Encoding(data_type, scaling=scaling).fixed_scale == fixed_scale
 
 
-@pytest.mark.parametrize(
-    "scaling", [0, -1.0, 2.0, 5, 99.999, 1e31, 1e-31, float("nan"), float("inf"), 10**400, 1 / 3]
-)
+@pytest.mark.parametrize("scaling", [0, -1.0, 2.0, 5, 99.999, 1e31, 1e-31, float("nan"), float("inf"), 10**400, 1 / 3])
 def test_scaling_out_of_range(scaling):
     with pytest.raises(ValueError, match='scaling must be "absmax" or a power of ten within'):
         Encoding(scaling=scaling)

@@ -82,9 +82,7 @@ SHAPES = [(), (70,), (0, 3), (5, 13, 3), (1000,), (64,), (1,)]
 def random_workers(rng, count, shapes=SHAPES, dtypes=ALL_DTYPES):
     return [
         [
-            np.asarray(rng.standard_normal(shape) * 10.0 ** rng.integers(-3, 3)).astype(
-                dtypes[i % len(dtypes)]
-            )
+            np.asarray(rng.standard_normal(shape) * 10.0 ** rng.integers(-3, 3)).astype(dtypes[i % len(dtypes)])
             for i, shape in enumerate(shapes)
         ]
         for _ in range(count)

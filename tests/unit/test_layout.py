@@ -108,9 +108,7 @@ def test_the_ops_cut_the_same(layout):
             slices=layout.slices,
             slice_=slice_,
         )
-        assert splits.numpy().tolist() == [
-            layout.chunk_bytes(shard, slice_) for shard in range(layout.shards)
-        ]
+        assert splits.numpy().tolist() == [layout.chunk_bytes(shard, slice_) for shard in range(layout.shards)]
 
 
 def test_the_documented_example():

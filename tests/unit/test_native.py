@@ -58,9 +58,7 @@ def test_loading_beside_another_tensorflow(monkeypatch, fresh_load):
 def test_a_missing_library(monkeypatch, fresh_load, tmp_path):
     monkeypatch.setattr(native, "LIBRARY", tmp_path / "none.so")
     assert native.find() is None
-    with pytest.raises(
-        ImportError, match=r"op library is missing \(.*none\.so\)\. Build it .*make setup.*pip install"
-    ):
+    with pytest.raises(ImportError, match=r"op library is missing \(.*none\.so\)\. Build it .*make setup.*pip install"):
         fresh_load()
 
 

@@ -137,9 +137,7 @@ def test_shape_functions_refuse_wrong_ranks():
     with pytest.raises(ValueError, match="must be rank 0"):
         tf.function(lambda: ops.encode_list([X], wrong["shards"], ENCODING)).get_concrete_function()
     with pytest.raises(ValueError, match="must be rank 0"):
-        tf.function(
-            lambda: ops.decode_list([chunk], [X], 1, ENCODING, factor=wrong["factor"])
-        ).get_concrete_function()
+        tf.function(lambda: ops.decode_list([chunk], [X], 1, ENCODING, factor=wrong["factor"])).get_concrete_function()
     with pytest.raises(ValueError, match="must be rank 1"):
         tf.function(
             lambda: ops.decode_list([tf.constant(wrong["payload"], tf.uint8)], [X], 1, ENCODING)
@@ -156,9 +154,7 @@ def test_static_shapes():
         _, known_splits = ops.encode_list(tensors, 3, ENCODING)
         reduced = ops.reduce_shards(payload, splits, tensors, shards, 0, ENCODING)
         decoded = ops.decode_list([reduced, reduced], tensors, shards, ENCODING)
-        shapes.append(
-            [payload.shape, splits.shape, known_splits.shape, reduced.shape, *(t.shape for t in decoded)]
-        )
+        shapes.append([payload.shape, splits.shape, known_splits.shape, reduced.shape, *(t.shape for t in decoded)])
         dtypes.extend(t.dtype for t in decoded)
         return payload
 

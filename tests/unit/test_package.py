@@ -13,9 +13,7 @@ import hvd8bit
 
 
 def run_python(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip().splitlines()[-1]
 
@@ -55,9 +53,7 @@ def test_the_fixed_public_names_are_there():
 
 
 def test_an_unknown_name():
-    with pytest.raises(
-        AttributeError, match=r"module 'hvd8bit' has no attribute 'eightbit'; it has .*EightBit"
-    ):
+    with pytest.raises(AttributeError, match=r"module 'hvd8bit' has no attribute 'eightbit'; it has .*EightBit"):
         hvd8bit.eightbit  # noqa: B018
 
 

@@ -42,9 +42,7 @@ def blocks(x: np.ndarray, block_size: int | None):
 @hypothesis.given(vectors, data_types, block_sizes)
 def test_odd_symmetry(x, data_type, block_size):
     # + 0 makes the zeros of -0: a zero has no sign.
-    assert (rounded(-x, data_type, block_size) + 0.0).tobytes() == (
-        -rounded(x, data_type, block_size) + 0.0
-    ).tobytes()
+    assert (rounded(-x, data_type, block_size) + 0.0).tobytes() == (-rounded(x, data_type, block_size) + 0.0).tobytes()
 
 
 @hypothesis.given(vectors, data_types)

@@ -22,9 +22,7 @@ def exact_index(book: list[Fraction], y: np.float32) -> int:
 @pytest.mark.parametrize("data_type", DATA_TYPES)
 def test_index_is_that_of_the_nearest_value(data_type, rng):
     book = [Fraction(float(value)) for value in codebook(data_type)]
-    y = np.concatenate(
-        [codebook(data_type), middles(data_type), rng.random(300), 10.0 ** rng.uniform(-9, 0, 300)]
-    )
+    y = np.concatenate([codebook(data_type), middles(data_type), rng.random(300), 10.0 ** rng.uniform(-9, 0, 300)])
     y = np.minimum(y.astype(np.float32), np.float32(1))
     codes, scale = reference.encode_block(np.concatenate([[np.float32(1)], y]), Encoding(data_type))
     assert scale == 1

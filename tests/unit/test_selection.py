@@ -120,9 +120,7 @@ def test_min_elements_of_another_type(min_elements):
 
 
 def test_negative_min_elements():
-    with pytest.raises(
-        ValueError, match="min_elements must be at least 0, got -1; 0 encodes every float tensor"
-    ):
+    with pytest.raises(ValueError, match="min_elements must be at least 0, got -1; 0 encodes every float tensor"):
         Selection(min_elements=-1)
 
 
