@@ -2,12 +2,15 @@
 
     python docs/make_performance.py out/measurements
 
-Tables whose files the folder lacks stay as they are.
+Tables whose files the folder lacks stay as they are. Where there is a Chromium, it takes a picture of the folder's
+report, too.
 """
 
 from __future__ import annotations
 
 import pathlib
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 
@@ -35,6 +38,20 @@ def main(folder: str) -> None:
         documents.append(report.Document("prediction-of-4-workers", "", rows, {}, {}))
     report.fill_markdown(str(PAGE), documents)
     print(f"{PAGE}: written")
+    _photograph(pathlib.Path(folder, "report.html").resolve())
+
+
+def _photograph(page: pathlib.Path) -> None:
+    browser = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+    if browser is None or not page.exists():
+        print("no picture of the report: it takes Chromium, and the report.html of hvd8bit bench report")
+        return
+    picture = PAGE.parent / "img" / "report.png"
+    options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1000,1500"]
+    subprocess.run(
+        [browser, *options, f"--screenshot={picture}", page.as_uri()], check=True, capture_output=True, timeout=120
+    )
+    print(f"{picture}: written")
 
 
 def _records(documents: Sequence[report.Document], workers: tuple[int, ...]) -> list[dict]:

@@ -28,8 +28,8 @@ on_hosts() {
 
 exchange() {
     "$python" -m hvd8bit bench codec --rounds 11 --json "$folder/codec.json"
-    on_hosts 4 unlimited exchange --elements 1k,16k,256k,1M,6M,25M --budget 15s --json "$folder/exchange-4-hosts-unlimited.json"
-    on_hosts 4 1gbit exchange --elements 1M,6M,25M --compressions none,fp16,dynamic_tree --budget 25s \
+    on_hosts 4 unlimited exchange --elements 1k,16k,256k,1M,6M,25M --budget 10s --json "$folder/exchange-4-hosts-unlimited.json"
+    on_hosts 4 1gbit exchange --elements 1M,6M,25M --compressions none,fp16,dynamic_tree --budget 20s \
         --json "$folder/exchange-4-hosts-1gbit.json"
     on_hosts 4 100mbit exchange --elements 25M --compressions none,fp16,dynamic_tree --rounds 3 \
         --json "$folder/exchange-4-hosts-100mbit.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -315,7 +316,8 @@ def test_loopback_raises_what_a_worker_raised_and_lets_nobody_wait():
             raise KeyError("worker 1")
         comm.allgather(tf.zeros([1]), "a")
 
-    before = threading.active_count()
+    before, start = threading.active_count(), time.monotonic()
     with pytest.raises(KeyError, match="worker 1"):
-        LoopbackComm.run(3, work)
+        LoopbackComm.run(3, work, timeout_s=60)
+    assert time.monotonic() - start < 30
     assert threading.active_count() == before
