@@ -76,7 +76,8 @@ def test_predivide_factor(hvd, hvd_keras, factor):
         model, _ = fit(
             hvd,
             hvd_keras,
-            tf.keras.optimizers.SGD(0.05),
+            tf.keras.optimizers.Adam(0.01),
+            epochs=3,
             compression=hvd8bit.EightBit(min_elements=0),
             gradient_predivide_factor=factor,
         )
