@@ -12,7 +12,7 @@ RUN := $(VENV)/bin
 CC_FILES = $(shell find tf_ops tests/cc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.inc' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format lock clean distclean
+.PHONY: help setup demo test soak lint format lock clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ demo: setup ## trains with 32- and 8-bit gradients on two workers and compares: 
 
 test: setup ## unit, structure and parallel tests
 	$(RUN)/python -m pytest tests/unit tests/structure tests/parallel
+
+soak: setup ## the long tests: minutes, and up to 8 GB of memory
+	$(RUN)/python -m pytest -m soak tests/unit tests/structure tests/parallel
 
 lint: setup ## ruff, mypy, clang-format; changes nothing
 	$(RUN)/ruff check .

@@ -10,7 +10,7 @@ import tensorflow as tf
 from horovod.tensorflow import Average, Sum
 
 from hvd8bit import layout, ops
-from hvd8bit.compression import EightBit, EightBitCompressor
+from hvd8bit.compression import EightBit, EightBitCompressor, check_compression
 from hvd8bit.encoding import Encoding
 from hvd8bit.variables import tf_variable
 
@@ -173,6 +173,7 @@ def broadcast_variables(variables, root_rank: int = 0, process_set=None) -> None
 
 def _compression_for(compression, settings: dict):
     compression = EightBit if compression is None else compression
+    check_compression(compression)
     process_set = settings.get("process_set")
     if isinstance(compression, EightBitCompressor) and compression.process_set is None and process_set is not None:
         return compression(process_set=process_set)

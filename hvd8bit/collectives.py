@@ -77,7 +77,8 @@ class HorovodComm:
 
     def alltoall(self, payload, splits, name: str) -> tuple[tf.Tensor, tf.Tensor]:
         """Sends `splits[i]` elements of `payload` to worker i; returns what came, and how much from each."""
-        _count(tf.reduce_sum(splits) - splits[self.rank_tensor()])
+        sizes = tf.cast(splits, tf.int64)  # together they may exceed 32 bits
+        _count(tf.reduce_sum(sizes) - sizes[self.rank_tensor()])
         return self._hvd.alltoall(
             payload, splits=splits, name=name, ignore_name_scope=True, process_set=self.process_set
         )
@@ -85,7 +86,7 @@ class HorovodComm:
     def allgather(self, chunk, name: str) -> tf.Tensor:
         """All workers' chunks, one after another, in order of rank."""
         gathered = self._hvd.allgather(chunk, name=name, ignore_name_scope=True, process_set=self.process_set)
-        _count(tf.size(gathered) - tf.size(chunk))
+        _count(tf.size(gathered, out_type=tf.int64) - tf.size(chunk, out_type=tf.int64))
         return gathered
 
     def allreduce(

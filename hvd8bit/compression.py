@@ -166,6 +166,15 @@ class EightBitCompressor(Compressor):
         return tensor, None
 
 
+def check_compression(compression) -> None:
+    """Raises TypeError unless `compression` is something that Horovod takes for its argument of this name."""
+    if not (callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None))):
+        raise TypeError(
+            "compression must be hvd8bit.EightBit, a copy of it such as hvd8bit.EightBit(data_type='linear'), or one "
+            f"of hvd.Compression, got {compression!r}"
+        )
+
+
 EightBit = EightBitCompressor()
 """8 bits per gradient element, for any `compression=` argument of Horovod."""
 

@@ -400,8 +400,17 @@ def report(facts: Facts, findings: Sequence[Finding]) -> dict[str, Any]:
 
 def show(findings: Sequence[Finding], *, to_stderr: bool = False) -> None:
     """Prints the findings as a table, faults and warnings with what mends them."""
-    from rich.console import Console
-    from rich.table import Table
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        # Another Python than the one that has hvd8bit's requirements: that is what the findings say, too.
+        for finding in findings:
+            remedy = f" -> {finding.remedy}" if finding.remedy else ""
+            print(
+                f"{finding.subject}: {finding.status}: {finding.found}{remedy}", file=sys.stderr if to_stderr else None
+            )
+        return
 
     styles = {OK: "green", NOTE: "cyan", WARNING: "yellow", FAULT: "bold red"}
     table = Table(show_edge=False, pad_edge=False)

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from hvd8bit import collectives
 from hvd8bit.collectives import HorovodComm
-from hvd8bit.compression import EightBitCompressor
+from hvd8bit.compression import EightBitCompressor, check_compression
 from hvd8bit.exchange import differentiable_exchange
 
 _log = logging.getLogger("hvd8bit")
@@ -74,9 +74,11 @@ def reduce_gradients(
       one worker the gradients themselves.
 
     Raises:
+      TypeError: `compression` is no compressor.
       ValueError: an argument is out of range, or workers differ; then every worker raises it, and it names the
         first gradient or setting that differs and the values.
     """
+    check_compression(compression)
     comm = HorovodComm(process_set)
     average, factor = _scale(op, gradient_predivide_factor)
     _check_process_set(compression, comm)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from hvd8bit import collectives
-from hvd8bit.compression import EightBit
+from hvd8bit.compression import EightBit, check_compression
 from hvd8bit.reduction import reduce_gradients
 from hvd8bit.variables import name_of, tf_variable, unique
 
@@ -41,6 +41,7 @@ class DistributedGradientTape:
     ):
         if isinstance(tape, DistributedGradientTape):
             raise ValueError("tape must not be a DistributedGradientTape already: its gradients would be reduced twice")
+        check_compression(compression)
         self._tape = tape
         self._scale_local_gradients = scale_local_gradients
         self._process_set = process_set

@@ -33,7 +33,7 @@ import keras
 import tensorflow as tf
 
 from hvd8bit import collectives, reduction
-from hvd8bit.compression import EightBit
+from hvd8bit.compression import EightBit, check_compression
 from hvd8bit.variables import name_of, unique
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def DistributedOptimizer(
       one around such an optimizer.
 
     Raises:
-      TypeError: `optimizer` is no Keras optimizer.
+      TypeError: `optimizer` is no Keras optimizer, or `compression` no compressor.
       ValueError: it is distributed already, or an argument does not fit; the message says what helps.
     """
     if not _is_keras3(optimizer) and not _is_keras2(optimizer):
@@ -89,6 +89,7 @@ def DistributedOptimizer(
             f"optimizer must be a Keras optimizer object, got {optimizer!r} of {type(optimizer)}; "
             "for a name use keras.optimizers.get(name)"
         )
+    check_compression(compression)
     _check_passes(backward_passes_per_step)
     return (_wrap_keras3 if _is_keras3(optimizer) else _wrap_keras2)(
         optimizer,

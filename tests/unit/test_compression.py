@@ -186,3 +186,21 @@ def test_what_passes_through_comes_back_as_it_was():
         got = EightBit.decompress(sent, context)
         assert got.dtype == dtype
         assert np.all(got.numpy() == 1)
+
+
+@pytest.mark.parametrize("wrong", ["eightbit", None, 8])
+def test_what_is_no_compressor_is_refused_where_it_is_given(wrong):
+    import keras
+    import tensorflow as tf
+
+    import hvd8bit.keras
+    from hvd8bit import reduction
+
+    calls = [
+        lambda: reduction.reduce_gradients([], [], compression=wrong),
+        lambda: hvd8bit.DistributedGradientTape(tf.GradientTape(), compression=wrong),
+        lambda: hvd8bit.keras.DistributedOptimizer(keras.optimizers.SGD(), compression=wrong),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=r"compression must be hvd8bit\.EightBit"):
+            call()

@@ -340,3 +340,9 @@ def test_resolver_facts_are_those_of_this_host(monkeypatch):
     assert doctor._host_facts()["own"] == ["127.0.0.1"]
     monkeypatch.setattr(doctor.socket, "gethostname", lambda: "no-such-name.invalid")
     assert doctor._host_facts()["addresses"] == []
+
+
+def test_a_python_without_rich_gets_plain_lines(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    doctor.show([doctor.Finding("Horovod", doctor.FAULT, "missing", "install it")])
+    assert capsys.readouterr().out == "Horovod: fault: missing -> install it\n"

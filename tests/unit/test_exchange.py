@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from codec_cases import DTYPES, assert_same_numbers, reference_exchange
 
 from hvd8bit import exchange as exchange_module
 from hvd8bit import ops, reference
-from hvd8bit.collectives import LoopbackComm
+from hvd8bit.collectives import HorovodComm, LoopbackComm, sent_bytes
 from hvd8bit.encoding import Encoding
 from hvd8bit.exchange import exchange, number_of_slices
 from hvd8bit.layout import Layout, ring_bytes
@@ -321,3 +322,15 @@ def test_loopback_raises_what_a_worker_raised_and_lets_nobody_wait():
         LoopbackComm.run(3, work, timeout_s=60)
     assert time.monotonic() - start < 30
     assert threading.active_count() == before
+
+
+def test_the_count_of_sent_bytes_goes_beyond_32_bits():
+    """A payload of 4 GB: the splits are 32-bit numbers, their sum is not. Horovod itself is played."""
+    comm = object.__new__(HorovodComm)
+    comm.process_set = types.SimpleNamespace(process_set_id=0)
+    comm._hvd = types.SimpleNamespace(
+        rank_op=lambda: tf.constant(1), alltoall=lambda payload, splits, **_: (payload, splits)
+    )
+    before = sent_bytes()
+    comm.alltoall(tf.zeros([1], tf.uint8), tf.constant([2**30] * 4), "a")
+    assert sent_bytes() - before == 3 * 2**30
