@@ -32,19 +32,25 @@ class HorovodComm:
 
     Args:
       process_set: a `horovod.tensorflow.ProcessSet`, or None: all workers.
+      ignore_name_scope: whether collectives meet under their bare names. Without, the name scopes and function calls
+        around them count, too, as in Horovod.
     """
 
-    def __init__(self, process_set=None):
+    def __init__(self, process_set=None, ignore_name_scope: bool = True):
         import horovod.tensorflow as hvd
 
         self._hvd = hvd
+        self._ignore_name_scope = ignore_name_scope
         self.process_set = hvd.global_process_set if process_set is None else process_set
 
     def __eq__(self, other):
-        return isinstance(other, HorovodComm) and other.process_set_id == self.process_set_id
+        return isinstance(other, HorovodComm) and other._key() == self._key()
 
     def __hash__(self):
-        return hash(self.process_set_id)
+        return hash(self._key())
+
+    def _key(self) -> tuple:
+        return (self.process_set_id, self._ignore_name_scope)
 
     @property
     def process_set_id(self) -> int:
@@ -80,12 +86,18 @@ class HorovodComm:
         sizes = tf.cast(splits, tf.int64)  # together they may exceed 32 bits
         _count(tf.reduce_sum(sizes) - sizes[self.rank_tensor()])
         return self._hvd.alltoall(
-            payload, splits=splits, name=name, ignore_name_scope=True, process_set=self.process_set
+            payload,
+            splits=splits,
+            name=name,
+            ignore_name_scope=self._ignore_name_scope,
+            process_set=self.process_set,
         )
 
     def allgather(self, chunk, name: str) -> tf.Tensor:
         """All workers' chunks, one after another, in order of rank."""
-        gathered = self._hvd.allgather(chunk, name=name, ignore_name_scope=True, process_set=self.process_set)
+        gathered = self._hvd.allgather(
+            chunk, name=name, ignore_name_scope=self._ignore_name_scope, process_set=self.process_set
+        )
         _count(tf.size(gathered, out_type=tf.int64) - tf.size(chunk, out_type=tf.int64))
         return gathered
 
@@ -115,11 +127,15 @@ class HorovodComm:
 
     def gather_slices(self, slices: tf.IndexedSlices, name: str, *, average: bool) -> tf.IndexedSlices:
         """Everyone's rows of a sparse gradient, exactly; divided by the number of workers for the average."""
-        values = self._gather_exact(slices.values, f"{name}_values")
+        dtype = slices.values.dtype
+        # bfloat16 is none of Horovod's dtypes.
+        wide = tf.cast(slices.values, tf.float32) if dtype == tf.bfloat16 else slices.values
+        values = self._gather_exact(wide, f"{name}_values")
         indices = self._gather_exact(slices.indices, f"{name}_indices")
         if average:
-            values = values / tf.cast(self.size_tensor(), values.dtype)
-        return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
+            size = tf.cast(self.size_tensor(), values.dtype)
+            values = values // size if dtype.is_integer else values / size
+        return tf.IndexedSlices(tf.cast(values, dtype), indices, dense_shape=slices.dense_shape)
 
     def _gather_exact(self, tensor, name: str) -> tf.Tensor:
         gathered = self._hvd.allgather(tensor, name=name, ignore_name_scope=True, process_set=self.process_set)
@@ -203,6 +219,14 @@ class _Loopback:
         everything = list(self._mail)
         self.barrier.wait()
         return everything
+
+
+def workers_to_judge_by(comm) -> int:
+    """The number of workers by which is decided what to encode: all must decide alike.
+
+    In an elastic job some keep a graph that was built for another number; there it is always 2.
+    """
+    return 2 if elastic() else max(comm.size(), 2)
 
 
 def elastic() -> bool:

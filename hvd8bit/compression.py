@@ -125,7 +125,7 @@ class EightBitCompressor(Compressor):
         if workers == 1 and (tf.executing_eagerly() or not collectives.elastic()):
             return self._pass(tensor)
         reason = self.select.reason_to_pass(
-            tensor.dtype.name, tensor.shape.num_elements(), max(workers, 2), self.encoding
+            tensor.dtype.name, tensor.shape.num_elements(), collectives.workers_to_judge_by(comm), self.encoding
         )
         if reason is not None:
             _log_once(f"sent as they are: tensors with {reason}")
@@ -150,7 +150,7 @@ class EightBitCompressor(Compressor):
                 outputs = differentiable_exchange(
                     [handle.tensor for handle in group],
                     self.encoding,
-                    ctx.comm,
+                    ctx.comm_beside(tensor),
                     factor=factor,
                     name=ctx.collective_name(tensor),
                 )
@@ -248,6 +248,13 @@ class _Handle:
                 f"compression={self.compressor!r} exchanges over process set {self.comm.process_set_id}; give "
                 "the same one to the call and to EightBit(process_set=...)"
             )
+
+    def comm_beside(self, result) -> HorovodComm:
+        """Our workers, whose collectives look at name scopes if the probe's did: names that told probes apart, of two
+        calls of a function, say, tell the exchanges apart."""
+        if self.graph is None:
+            return self.comm
+        return HorovodComm(self.compressor.process_set, result.op.get_attr("ignore_name_scope"))
 
     def collective_name(self, result) -> str:
         """Prefix of the exchange's collectives: after the probe's, so that they match where it does."""

@@ -160,7 +160,7 @@ def _reduce(plan, compression, comm: HorovodComm, average, factor, predivide, sc
     as_they_are = [g for g in backward if g.treatment == "as it is"]
     for number, bucket in enumerate(_buckets([g for g in backward if g.treatment == "encode"])):
         sizes = tuple(g.tensor.shape.num_elements() for g in bucket)
-        if not compression.select.bucket_pays(sizes, compression.encoding, max(comm.size(), 2)):
+        if not compression.select.bucket_pays(sizes, compression.encoding, collectives.workers_to_judge_by(comm)):
             as_they_are += bucket
             continue
         outputs = differentiable_exchange(
@@ -171,8 +171,8 @@ def _reduce(plan, compression, comm: HorovodComm, average, factor, predivide, sc
 
     plain = None if isinstance(compression, EightBitCompressor) else compression
     for dtype in sorted({g.tensor.dtype.name for g in as_they_are}):
-        # Beside EightBit, half precision travels as float32: bfloat16 is none of Horovod's dtypes.
-        wide = plain is None and dtype in ("float16", "bfloat16")
+        # bfloat16 is none of Horovod's dtypes; beside EightBit float16 is summed as float32, too.
+        wide = dtype == "bfloat16" or (plain is None and dtype == "float16")
         for number, bucket in enumerate(_buckets([g for g in as_they_are if g.tensor.dtype.name == dtype])):
             outputs = comm.allreduce(
                 [tf.cast(g.tensor, tf.float32) if wide else g.tensor for g in bucket],
@@ -212,7 +212,13 @@ _agreed: set[tuple] = set()
 
 
 def _agree(lines: list[str], comm: HorovodComm) -> None:
-    """Raises ValueError on every worker unless all have the same lines. Says nothing twice."""
+    """Raises ValueError on every worker unless all have the same lines. Says nothing twice.
+
+    Not in elastic jobs: a worker that joins has a new plan, the others keep the graph that they built, and nobody would
+    answer. There the chunk headers tell.
+    """
+    if collectives.elastic():
+        return
     text = "\n".join(lines)
     key = (text, comm.process_set_id, comm.size())
     if key in _agreed:

@@ -20,7 +20,8 @@ def tf_variable(variable):
 def name_of(variable) -> str:
     """A name that is the same on all workers: a Keras variable's path, else the name, else the shape."""
     if isinstance(variable, tf.Tensor):
-        return f"tensor_{'x'.join(map(str, variable.shape))}"
+        dimensions = "unknown" if variable.shape.rank is None else "x".join(map(str, variable.shape))
+        return f"tensor_{dimensions}"
     return getattr(variable, "path", None) or variable.name
 
 

@@ -60,6 +60,12 @@ def test_what_is_not_compressed_is_exact(hvd):
     dense = tf.convert_to_tensor(got[4]).numpy()[:, 0] if n > 1 else None
     if n == 2:
         assert dense.tolist() == [0.5, 1, 0, 0, 0, 1.5, 0, 0]
+    for dtype in (tf.int32, tf.bfloat16):
+        other = tf.IndexedSlices(tf.fill([1, 4], tf.cast(2 * n, dtype)), tf.constant([r]), tf.constant([8, 4]))
+        got = reduce([other])[0]
+        assert n == 1 or (got.values.dtype == dtype and np.all(tf.cast(got.values, tf.int32).numpy() == 2))
+    bfloat16 = reduce([tf.ones([10], tf.bfloat16)], compression=hvd.Compression.none)[0]
+    assert bfloat16.dtype == tf.bfloat16
     packed = reduce([rows, tf.ones([2000])], sparse_as_dense=True)
     if n == 2:
         np.testing.assert_allclose(packed[0].numpy()[:, 0], [0.5, 1, 0, 0, 0, 1.5, 0, 0], atol=0.0172 * 1.5)
@@ -169,6 +175,66 @@ def test_gradient_tape(hvd, wrapper, traced):
         gradients = run()
         for gradient in gradients:
             assert np.all(gradient.numpy() == np.float32((hvd.size() + 1) / 2))
+
+
+def test_one_name_in_several_scopes_and_calls(hvd):
+    """As with Horovod itself, what is around a collective counts: a function called twice, name scopes."""
+    if hvd.size() == 1:
+        return
+    mean = np.float32((hvd.size() + 1) / 2)
+
+    @tf.function
+    def inner(x):
+        return hvd.allreduce(x, compression=ALL)
+
+    @tf.function
+    def twice(x):
+        return inner(x), inner(x * 10)
+
+    @tf.function
+    def scopes(x):
+        with tf.name_scope("a"):
+            first = hvd.allreduce(x, compression=ALL, name="g")
+        with tf.name_scope("b"):
+            second = hvd.allreduce(x * 10, compression=ALL, name="g")
+        return first, second
+
+    for step in (twice, scopes):
+        for _ in range(3):
+            first, second = step(tf.fill([2000], hvd.rank() + 1.0))
+            assert np.all(first.numpy() == mean)
+            assert np.all(second.numpy() == 10 * mean)
+
+
+def test_process_sets(hvd, monkeypatch):
+    """Some workers among themselves: the compressor gets the same process set as the call, wrappers pass theirs on."""
+    if hvd.size() < 3:
+        return
+    members = [0, 2]
+    some = hvd.add_process_set(members)
+    try:
+        if hvd.rank() in members:
+            x = tf.fill([2000], hvd.rank() + 1.0)
+            for traced in (False, True):
+
+                def reduce_bare(t):
+                    return hvd.allreduce(t, process_set=some, compression=ALL(process_set=some), name="of_some")
+
+                def reduce_list(t):
+                    return reduce([t], process_set=some, scope="of_some")[0]
+
+                for call in (reduce_bare, reduce_list):
+                    assert np.all((tf.function(call) if traced else call)(x).numpy() == 2.0)
+            assert np.all(hvd8bit.allreduce(x, process_set=some, name="of_some").numpy() == 2.0)
+            with pytest.raises(ValueError, match=r"process_set|needs a sum or an average"):
+                hvd.allreduce(x, process_set=some, compression=ALL, name="of_some")
+            with pytest.raises(ValueError, match="process_set differs"):
+                tf.function(lambda: hvd.allreduce(x, process_set=some, compression=ALL, name="of_some"))()
+        else:
+            untouched = reduce([tf.ones([2000])], process_set=some, scope="of_some")
+            assert np.all(untouched[0].numpy() == 1)
+    finally:
+        hvd.remove_process_set(some)
 
 
 def test_many_gradients_one_by_one(hvd):
