@@ -11,7 +11,7 @@ For authors of tests:
    failing rank's own traceback, first the rank that failed first.
 3. A case that fails on one rank while the others wait for it in a collective: 5 s later Horovod is shut
    down, which makes the others raise, then restarted, and the cases that follow run. So it is with a
-   case that takes longer than `case_timeout` seconds (60). Horovod's own stall check never fires with
+   case that takes longer than `case_timeout` seconds (120). Horovod's own stall check never fires with
    Gloo: see worker.py.
 4. `launch.run_python("script.py", "--flag", workers=3)` or `launch.run_python(TEXT_OF_A_SCRIPT,
    workers=3)` runs a script on each worker and returns a Result: `.stdout(rank)`, `.stderr(rank)`,
@@ -304,7 +304,7 @@ def run_cases(
     workers: int,
     env: Mapping[str, str] | None = None,
     timeout: float = 540,
-    case_timeout: float = 60,
+    case_timeout: float = 120,
     label: str = "",
 ) -> list[Case]:
     """Runs the cases of `files` (of this folder) on each of `workers` workers, in one launch.
