@@ -22,7 +22,8 @@ STEPS = 3
 # EightBit sends a byte per element and a float32 for each 1,024 of them: 1.506 bytes per element. The rest,
 # up to this bound, is for headers, acknowledgements and Horovod's own negotiation (0.1 to 0.2 MB per second).
 EIGHT_BIT_BOUND = 1.53
-# What headers, acknowledgements and negotiation may add to the payload; 0.1 to 0.6 % seen.
+# What headers, acknowledgements and negotiation may add to the payload; 0.1 to 0.6 % seen. A burst of retransmissions
+# or of small acknowledgements on a busy machine adds to one step: of several steps, the one that sent least counts.
 OVERHEAD = 0.02
 COUNTED_ELEMENTS = 6_000_000
 
@@ -98,22 +99,28 @@ def work() -> None:
         hvd.allreduce(tf.ones(1), name="barrier")
 
     def measure(step, elements: int, steps: int) -> dict:
-        """Bytes per element and step from one barrier to the next."""
-        barrier()
-        reset_sent_bytes()
-        before, started = netlab.own_traffic(), time.monotonic()
+        """The step that sent the fewest bytes, each counted from one barrier to the next."""
+        measured = []
         for _ in range(steps):
+            barrier()
+            reset_sent_bytes()
+            before, started = netlab.own_traffic(), time.monotonic()
             result = step()
-        seconds = (time.monotonic() - started) / steps
-        barrier()  # the others have received everything
-        sent = netlab.own_traffic() - before
-        return {
-            "sent_bytes_per_element": sent.sent_bytes / elements / steps,
-            "counted_bytes_per_element": sent_bytes() / elements / steps,
-            "seconds_per_step": round(seconds, 3),
-            "digest": hashlib.sha256(result.numpy().tobytes()).hexdigest()[:16],
-            "result": result,
-        }
+            seconds = time.monotonic() - started
+            barrier()  # the others have received everything
+            sent = netlab.own_traffic() - before
+            measured.append(
+                {
+                    "sent_bytes_per_element": sent.sent_bytes / elements,
+                    "counted_bytes_per_element": sent_bytes() / elements,
+                    "seconds_per_step": round(seconds, 3),
+                    "digest": hashlib.sha256(result.numpy().tobytes()).hexdigest()[:16],
+                    "result": result,
+                }
+            )
+        assert len({one["counted_bytes_per_element"] for one in measured}) == 1
+        assert len({one["digest"] for one in measured}) == 1
+        return min(measured, key=lambda one: one["sent_bytes_per_element"])
 
     def tensor(elements: int) -> tf.Tensor:
         return tf.constant(np.random.default_rng(hvd.rank()).standard_normal(elements, dtype=np.float32))
@@ -139,7 +146,7 @@ def work() -> None:
             return reduce_gradients([x], ["x"], compression=compression, op=hvd.Sum, scope=name)[0]
 
         reduce()  # the agreement on the plan is no part of a step
-        found["reduce_gradients"][name] = measure(reduce, COUNTED_ELEMENTS, steps=1)
+        found["reduce_gradients"][name] = measure(reduce, COUNTED_ELEMENTS, STEPS)
 
     for kind in found.values():
         for values in kind.values():
