@@ -3,7 +3,7 @@
 VENV ?= .venv
 # The Python that makes the venv: 3.9 to 3.12. Once there is a venv, its own, so that every target stays with it.
 PYTHON ?= $(firstword $(wildcard $(VENV)/bin/python) python3)
-# TF is TensorFlow's version, TF_PACKAGE the wheel: tensorflow-cpu, or tensorflow with its GPU support, or
+# TF is TensorFlow's version (2.15, 2.18, 2.21, or in three numbers), TF_PACKAGE the wheel: tensorflow-cpu, or tensorflow with its GPU support, or
 # 'tensorflow[and-cuda]', which brings CUDA along. Empty means what the venv has, else 2.18.1 and tensorflow-cpu.
 TF ?=
 TF_PACKAGE ?=
@@ -12,7 +12,7 @@ RUN := $(VENV)/bin
 CC_FILES = $(shell find tf_ops tests/cc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.inc' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak lint format lock clean distclean
+.PHONY: help setup demo test test-matrix soak lint format lock clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ demo: setup ## trains with 32- and 8-bit gradients on two workers and compares: 
 
 test: setup ## unit, structure and parallel tests
 	$(RUN)/python -m pytest tests/unit tests/structure tests/parallel
+
+test-matrix: ## all tests on TensorFlow 2.15, 2.18 and 2.21, each in a copy of the tree: an hour and more
+	tools/test_matrix.sh
 
 soak: setup ## the long tests: minutes, and up to 8 GB of memory
 	$(RUN)/python -m pytest -m soak tests/unit tests/structure tests/parallel

@@ -1,6 +1,6 @@
-"""Writes the tables of docs/performance.md from the JSON files that tools/measure_exchange.sh leaves in a folder.
+"""Writes the tables of docs/performance.md from docs/measurements, what tools/measure_exchange.sh leaves.
 
-    python docs/make_performance.py out/measurements
+    python docs/make_performance.py                     after new files have been put there
 
 Tables whose files the folder lacks stay as they are. Where there is a Chromium, it takes a picture of the folder's
 report, too.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import pathlib
 import shutil
 import subprocess
-import sys
+import tempfile
 from collections.abc import Sequence
 
 from hvd8bit.bench import report
@@ -19,32 +19,41 @@ from hvd8bit.datatypes import DATA_TYPES
 from hvd8bit.speedup import Calibration, calibrate, units
 
 PAGE = pathlib.Path(__file__).with_name("performance.md")
+FOLDER = pathlib.Path(__file__).with_name("measurements")
 BITS = {"none": 32, **dict.fromkeys(DATA_TYPES, 8)}
 
 
-def main(folder: str) -> None:
-    documents = report.read(folder)
-    profiles = [d for d in documents if d.name.startswith("profile-")]
-    lists = [r for d in documents if d.name.startswith("prediction-") for r in d.results if r["compression"] in BITS]
+def documents() -> list[report.Document]:
+    """The folder's files, and the model's predictions beside them."""
+    found = report.read(str(FOLDER))
+    profiles = [d for d in found if d.name.startswith("profile-")]
+    lists = [r for d in found if d.name.startswith("prediction-") for r in d.results if r["compression"] in BITS]
     on_4 = _records(profiles, workers=(4,))
     if on_4 and lists:
         calibration = calibrate({"results": on_4})
         seen = {record["rate_bit_per_s"] for record in on_4}
         unseen = [record for record in lists if record["rate_bit_per_s"] not in seen]
-        documents.append(report.Document("prediction", "", _beside(calibration, unseen), {}, {}))
+        found.append(report.Document("prediction", "", beside(calibration, unseen), {}, {}))
     on_2_and_3 = _records(profiles, workers=(2, 3))
     if on_4 and {record["workers"] for record in on_2_and_3} == {2, 3}:
-        rows = _beside(calibrate({"results": on_2_and_3}), on_4)
-        documents.append(report.Document("prediction-of-4-workers", "", rows, {}, {}))
-    report.fill_markdown(str(PAGE), documents)
+        rows = beside(calibrate({"results": on_2_and_3}), on_4)
+        found.append(report.Document("prediction-of-4-workers", "", rows, {}, {}))
+    return found
+
+
+def main() -> None:
+    report.fill_markdown(str(PAGE), documents())
     print(f"{PAGE}: written")
-    _photograph(pathlib.Path(folder, "report.html").resolve())
+    with tempfile.TemporaryDirectory() as scratch:
+        page = pathlib.Path(scratch, "report.html")
+        page.write_text(report.html(report.read(str(FOLDER))), encoding="utf-8")
+        _photograph(page)
 
 
 def _photograph(page: pathlib.Path) -> None:
     browser = shutil.which("chromium-headless-shell") or shutil.which("chromium")
-    if browser is None or not page.exists():
-        print("no picture of the report: it takes Chromium, and the report.html of hvd8bit bench report")
+    if browser is None:
+        print("no picture of the report: it takes Chromium")
         return
     picture = PAGE.parent / "img" / "report.png"
     options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1000,1500"]
@@ -58,7 +67,7 @@ def _records(documents: Sequence[report.Document], workers: tuple[int, ...]) -> 
     return [r for d in documents for r in d.results if r["workers"] in workers and r["compression"] in BITS]
 
 
-def _beside(calibration: Calibration, records: Sequence[dict]) -> list[dict]:
+def beside(calibration: Calibration, records: Sequence[dict]) -> list[dict]:
     """What the calibrated model says of sums that were measured."""
     rows = []
     for record in records:
@@ -80,6 +89,4 @@ def _beside(calibration: Calibration, records: Sequence[dict]) -> list[dict]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    main(sys.argv[1])
+    main()

@@ -17,6 +17,14 @@ def tf_variable(variable):
     return variable if value is None or callable(value) else value
 
 
+def optimizer_variables(optimizer) -> list:
+    """Slots and counters of a Keras optimizer; none of None."""
+    if optimizer is None:
+        return []
+    variables = optimizer.variables  # a method of the legacy optimizers of Keras 2
+    return list(variables() if callable(variables) else variables)
+
+
 def name_of(variable) -> str:
     """A name that is the same on all workers: a Keras variable's path, else the name, else the shape."""
     if isinstance(variable, tf.Tensor):

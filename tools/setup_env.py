@@ -25,6 +25,12 @@ ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
 HOROVOD = "0.28.1"
 DEFAULT_TENSORFLOW = "2.18.1"
+# What is tested, by the short name that TF= takes, too.
+TENSORFLOWS = {"2.15": "2.15.1", "2.18": DEFAULT_TENSORFLOW, "2.21": "2.21.0"}
+# From here on TensorFlow's wheel lacks headers that Horovod's XLA ops need. They are optional, and nothing here uses
+# them: Horovod is built without this file.
+NO_XLA_FROM = (2, 19)
+XLA_OPS = "xla_mpi_ops.cc"
 DEFAULT_PACKAGE = "tensorflow-cpu"
 PYTHONS = ((3, 9), (3, 12))
 
@@ -135,13 +141,27 @@ def horovod_options(environ: dict[str, str]) -> dict[str, str]:
     return dict(sorted(options.items()))
 
 
+def full_version(text: str) -> str:
+    """TensorFlow's version in three numbers, of what TF= says."""
+    if text in TENSORFLOWS:
+        return TENSORFLOWS[text]
+    if not re.fullmatch(r"2\.\d+\.\d+", text):
+        raise SetupError(f"TF must be a version such as 2.17.1, or one of {', '.join(TENSORFLOWS)}, got {text!r}")
+    return text
+
+
+def without_xla_ops(choices: dict) -> bool:
+    """Whether Horovod has to be built without its XLA ops."""
+    return tuple(map(int, choices["tensorflow"].split(".")[:2])) >= NO_XLA_FROM
+
+
 def choose(args: argparse.Namespace, stamp: dict) -> dict:
     """What the venv shall hold: what is asked for now, else what it was made with, else the defaults."""
     kept = stamp.get("choices", {})
     asked_horovod = any(name.startswith(HOROVOD_BUILD_PREFIXES) for name in os.environ)
     return {
         "python": platform.python_version(),
-        "tensorflow": args.tensorflow or kept.get("tensorflow") or DEFAULT_TENSORFLOW,
+        "tensorflow": full_version(args.tensorflow or kept.get("tensorflow") or DEFAULT_TENSORFLOW),
         "package": args.tensorflow_package or kept.get("package") or DEFAULT_PACKAGE,
         "horovod": HOROVOD,
         "horovod_options": horovod_options(dict(os.environ))
@@ -268,11 +288,16 @@ def build_horovod(venv: Venv, choices: dict) -> Path:
     env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
     env.update(options, MAKEFLAGS=f"-j{min(os.cpu_count() or 1, 8)}")
     with tempfile.TemporaryDirectory(prefix="hvd8bit-") as scratch:
+        source = f"horovod=={choices['horovod']}"
+        said = " ".join(options)
+        if without_xla_ops(choices):
+            source = str(source_without_xla_ops(venv, choices, Path(scratch)))
+            said += "; without its XLA ops, which do not compile with this TensorFlow and which nothing here uses"
         # --no-cache-dir: pip's cache knows the wheel by its name, which is the same for every TensorFlow.
         venv.pip(
-            f"building Horovod {choices['horovod']} ({' '.join(options)}): a few minutes, once",
+            f"building Horovod {choices['horovod']} ({said}): a few minutes, once",
             "wheel", "-v", "--no-build-isolation", "--no-cache-dir", "--no-deps", "--no-binary", "horovod",
-            "-w", scratch, f"horovod=={choices['horovod']}",
+            "-w", scratch, source,
             env=env,
         )  # fmt: skip
         (wheel,) = Path(scratch).glob("*.whl")
@@ -282,6 +307,25 @@ def build_horovod(venv: Venv, choices: dict) -> Path:
         shutil.copyfile(wheel, kept / (wheel.name + ".part"))
         os.replace(kept / (wheel.name + ".part"), kept / wheel.name)
     return kept / wheel.name
+
+
+def source_without_xla_ops(venv: Venv, choices: dict, scratch: Path) -> Path:
+    """Horovod's source release, unpacked, with one line of its list of sources taken out."""
+    venv.pip(
+        f"fetching the source of Horovod {choices['horovod']}",
+        "download", "--no-build-isolation", "--no-cache-dir", "--no-deps", "--no-binary", "horovod",
+        "-d", str(scratch), f"horovod=={choices['horovod']}",
+    )  # fmt: skip
+    (archive,) = scratch.glob("horovod-*.tar.gz")
+    shutil.unpack_archive(archive, scratch)
+    folder = scratch / archive.name[: -len(".tar.gz")]
+    listing = folder / "horovod" / "tensorflow" / "CMakeLists.txt"
+    lines = listing.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if XLA_OPS not in line]
+    if len(kept) != len(lines) - 1:
+        raise SetupError(f"{listing.relative_to(scratch)} does not name {XLA_OPS} once: this is no Horovod {HOROVOD}")
+    listing.write_text("".join(kept))
+    return folder
 
 
 def install_horovod(venv: Venv, choices: dict, stamp: dict) -> None:
@@ -313,7 +357,7 @@ def main() -> int:
     parser.add_argument(
         "--tensorflow",
         default="",
-        metavar="2.x.y",
+        metavar="2.x[.y]",
         help=f"default: what the venv has, else {DEFAULT_TENSORFLOW}",
     )
     parser.add_argument("--tensorflow-package", default="", help=f"default: what the venv has, else {DEFAULT_PACKAGE}")

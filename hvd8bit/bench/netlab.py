@@ -25,7 +25,6 @@ import functools
 import itertools
 import json
 import os
-import shlex
 import shutil
 import signal
 import socket
@@ -40,18 +39,15 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from hvd8bit.bench import namespaces
+from hvd8bit.bench.namespaces import NetLabError
+
 INTERFACE = "eth0"
 SUBNET = "10.88.0"
 MAX_HOSTS = 250
 RATE_VARIABLE = "HVD8BIT_RATE_BIT_PER_S"  # tells workers how fast their link is, where it is limited
 
-# `ip netns exec NAME` mounts what lies in FILES/NAME over /etc.
-FILES = Path("/etc/netns")
 SSHD = "/usr/sbin/sshd"
-
-# A namespace's name tells which process made it, so that the leavings of dead processes can be told apart:
-# PREFIX.PID.STARTED.NUMBER.ROLE, with the process's start in clock ticks since boot (pids are used again).
-PREFIX = "hvd8bit"
 
 # A frame of up to 64 KiB must fit into the token bucket, else the kernel cuts it up before it is counted.
 MIN_BURST_BYTES = 128 * 1024
@@ -63,10 +59,6 @@ QUEUE_SECONDS = 0.1
 TERMINATE_SECONDS = 8  # horovodrun gives its workers 5 s between SIGTERM and SIGKILL
 
 _numbers = itertools.count()
-
-
-class NetLabError(RuntimeError):
-    """A command that sets up a lab failed; the text holds the command and what it said."""
 
 
 @functools.cache
@@ -164,7 +156,7 @@ class NetLab:
         if rate_bit_per_s is not None and not rate_bit_per_s > 0:
             raise ValueError(f"rate_bit_per_s must be greater than 0, or None for no limit, got {rate_bit_per_s}")
         self.rate_bit_per_s = rate_bit_per_s
-        self._name = f"{PREFIX}.{os.getpid()}.{_started(os.getpid())}.{next(_numbers)}"
+        self._name = f"{namespaces.PREFIX}.{os.getpid()}.{namespaces.started(os.getpid())}.{next(_numbers)}"
         self._switch = f"{self._name}.switch"
         self.hosts = tuple(
             Host(f"h{index}", f"{SUBNET}.{index + 1}", f"{self._name}.h{index}") for index in range(hosts)
@@ -175,7 +167,7 @@ class NetLab:
     def __enter__(self) -> NetLab:
         _catch_sigterm(self)
         try:
-            remove_leavings()
+            namespaces.remove_leavings()
             self._set_up()
         except BaseException:
             self.close()
@@ -189,7 +181,7 @@ class NetLab:
 
     def close(self) -> None:
         """Ends everything that runs on the hosts and takes the lab down. May be called again."""
-        _remove([self._switch, *(host.namespace for host in self.hosts)])
+        namespaces.remove([self._switch, *(host.namespace for host in self.hosts)])
         for process in self._sshd:
             process.kill()
             process.wait()
@@ -201,18 +193,18 @@ class NetLab:
     # Set-up
 
     def _set_up(self) -> None:
-        _ip("netns", "add", self._switch)
-        _ip("-n", self._switch, "link", "add", "switch", "type", "bridge")
-        _ip("-n", self._switch, "link", "set", "switch", "up")
+        namespaces.ip("netns", "add", self._switch)
+        namespaces.ip("-n", self._switch, "link", "add", "switch", "type", "bridge")
+        namespaces.ip("-n", self._switch, "link", "set", "switch", "up")
         for host in self.hosts:
             self._write_hosts_file(host)
-            _ip("netns", "add", host.namespace)
+            namespaces.ip("netns", "add", host.namespace)
             cable = ["type", "veth", "peer", "name", INTERFACE, "netns", host.namespace]
-            _ip("-n", self._switch, "link", "add", host.name, *cable)
-            _ip("-n", self._switch, "link", "set", host.name, "master", "switch", "up")
-            _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", INTERFACE)
-            _ip("-n", host.namespace, "link", "set", INTERFACE, "up")
-            _ip("-n", host.namespace, "link", "set", "lo", "up")
+            namespaces.ip("-n", self._switch, "link", "add", host.name, *cable)
+            namespaces.ip("-n", self._switch, "link", "set", host.name, "master", "switch", "up")
+            namespaces.ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", INTERFACE)
+            namespaces.ip("-n", host.namespace, "link", "set", INTERFACE, "up")
+            namespaces.ip("-n", host.namespace, "link", "set", "lo", "up")
             if self.rate_bit_per_s is not None:
                 self._limit(host.namespace, INTERFACE, self.rate_bit_per_s)  # what it sends
                 self._limit(self._switch, host.name, self.rate_bit_per_s)  # what it receives
@@ -225,7 +217,7 @@ class NetLab:
         """
         lines = ["127.0.0.1 localhost", f"{host.address} {socket.gethostname()}"]
         lines += [f"{other.address} {other.name}" for other in self.hosts]
-        folder = FILES / host.namespace
+        folder = namespaces.FILES / host.namespace
         folder.mkdir(parents=True)
         (folder / "hosts").write_text("\n".join(lines) + "\n")
 
@@ -234,7 +226,7 @@ class NetLab:
         burst = max(MIN_BURST_BYTES, int(rate_bit_per_s / 8 * BURST_SECONDS))
         queue = max(MIN_QUEUE_BYTES, int(rate_bit_per_s / 8 * QUEUE_SECONDS))
         rate = [f"{rate_bit_per_s:.0f}bit", "burst", str(burst), "limit", str(queue)]
-        _call(
+        namespaces.call(
             [
                 "ip",
                 "netns",
@@ -258,7 +250,7 @@ class NetLab:
         """By host, since the lab was set up."""
         found = []
         for host in self.hosts:
-            text = _ip("-n", host.namespace, "-s", "-json", "link", "show", "dev", INTERFACE)
+            text = namespaces.ip("-n", host.namespace, "-s", "-json", "link", "show", "dev", INTERFACE)
             counted = json.loads(text)[0]["stats64"]
             sent, received = counted["tx"], counted["rx"]
             found.append(Traffic(sent["bytes"], received["bytes"], sent["packets"], received["packets"]))
@@ -319,31 +311,25 @@ class NetLab:
         env: Mapping[str, str] | None = None,
         timeout: float = 300,
         options: Sequence[str] = (),
+        discovery: Path | None = None,
     ) -> Job:
         """Runs a job as a user would: horovodrun on the first host reaches the others over ssh.
 
-        `options` are further ones of horovodrun. The rest is as with `run`.
+        `options` are further ones of horovodrun; `discovery` is the script that makes it an elastic job, which then is
+        to start on the hosts that the script names. The rest is as with `run`.
         """
         self._start_sshd()
         size = slots * len(self.hosts)
-        hosts = ",".join(f"{host.name}:{slots}" for host in self.hosts)
+        hosts = ["-np", str(size), "-H", ",".join(f"{host.name}:{slots}" for host in self.hosts)]
+        if discovery is not None:
+            hosts = ["--host-discovery-script", str(discovery), "--network-interfaces", INTERFACE]
         with tempfile.TemporaryDirectory(prefix="hvd8bit-netlab-") as folder:
             # Every worker writes to files of its own: whole lines, nothing interleaved.
-            redirect = 'exec "$@" >"$0/$HOROVOD_RANK.out" 2>"$0/$HOROVOD_RANK.err"'
+            # In an elastic job a rank may be given again.
+            redirect = 'exec "$@" >>"$0/$HOROVOD_RANK.out" 2>>"$0/$HOROVOD_RANK.err"'
             # The cache remembers that ssh to a host worked, and the next lab's hosts have the same names.
             launcher = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "--disable-cache"]
-            launcher += [
-                "-np",
-                str(size),
-                "-H",
-                hosts,
-                *options,
-                "sh",
-                "-c",
-                redirect,
-                folder,
-                *map(str, command),
-            ]
+            launcher += [*hosts, *options, "sh", "-c", redirect, folder, *map(str, command)]
             started = time.monotonic()
             with Path(folder, "launcher").open("wb") as output:
                 process = self.popen(
@@ -428,10 +414,10 @@ class NetLab:
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # where sshd locks its unprivileged half in
         with tempfile.TemporaryDirectory(prefix="hvd8bit-netlab-") as keys:
             for key in ("user", "host"):
-                _call(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "", "-f", f"{keys}/{key}"])
+                namespaces.call(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "", "-f", f"{keys}/{key}"])
             host_key = Path(keys, "host.pub").read_text()
             for host in self.hosts:
-                folder = FILES / host.namespace / "ssh"  # seen as /etc/ssh on the host
+                folder = namespaces.FILES / host.namespace / "ssh"  # seen as /etc/ssh on the host
                 shutil.copytree(keys, folder)
                 folder.chmod(0o700)
                 (folder / "known_hosts").write_text("".join(f"{h.name},{h.address} {host_key}" for h in self.hosts))
@@ -443,17 +429,17 @@ class NetLab:
         for host, process in zip(self.hosts, self._sshd):
 
             def listening(host: Host = host, process: subprocess.Popen[bytes] = process) -> bool:
-                logged = FILES / host.namespace / "ssh" / "sshd.log"
-                return process.poll() is not None or "Server listening" in _text(logged)
+                logged = namespaces.FILES / host.namespace / "ssh" / "sshd.log"
+                return process.poll() is not None or "Server listening" in namespaces.text_of(logged)
 
             if not _wait_until(listening, deadline) or process.poll() is not None:
-                said = _text(FILES / host.namespace / "ssh" / "sshd.log")
+                said = namespaces.text_of(namespaces.FILES / host.namespace / "ssh" / "sshd.log")
                 raise NetLabError(f"sshd does not start on {host.name}: {said.strip()}")
 
     def _end_processes(self) -> None:
         """Ends all that runs on the hosts but the servers that stay."""
         stay = {process.pid for process in self._sshd}
-        _kill([host.namespace for host in self.hosts], stay)
+        namespaces.kill([host.namespace for host in self.hosts], stay)
 
 
 SSH_CONFIG = """\
@@ -478,54 +464,6 @@ MaxStartups 100
 """
 
 
-def remove_leavings() -> None:
-    """Takes down the labs of processes that have died. Those of living processes are left alone."""
-    names = {line.split()[0] for line in _ip("netns", "list").splitlines() if line}
-    if FILES.is_dir():
-        names |= {path.name for path in FILES.iterdir()}
-    _remove([name for name in names if name.startswith(PREFIX + ".") and not _owner_lives(name)])
-
-
-def _owner_lives(name: str) -> bool:
-    pid, started = name.split(".")[1:3]
-    return _started(int(pid)) == int(started)
-
-
-def _started(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if there is none."""
-    text = _text(Path("/proc", str(pid), "stat"))
-    # The second field, the command in parentheses, may hold spaces; the start is the 22nd field.
-    return int(text.rpartition(")")[2].split()[19]) if text else None
-
-
-def _remove(namespaces: Sequence[str]) -> None:
-    """Ends what runs in the namespaces and deletes them, as far as they exist; goes on after errors."""
-    existing = [name for name in namespaces if Path("/run/netns", name).exists()]
-    _kill(existing, stay=set())
-    for name in existing:
-        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-    for name in namespaces:
-        shutil.rmtree(FILES / name, ignore_errors=True)
-
-
-def _kill(namespaces: Sequence[str], stay: set[int]) -> None:
-    for _ in range(20):
-        found = [_pids(name) - stay for name in namespaces]
-        if not any(found):
-            return
-        for pid in set().union(*found):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
-
-
-def _pids(namespace: str) -> set[int]:
-    told = subprocess.run(["ip", "netns", "pids", namespace], check=False, capture_output=True, text=True)
-    pids = {int(pid) for pid in told.stdout.split()}
-    # A child that has ended stays until its parent has asked for its status; it cannot be killed any more.
-    return {pid for pid in pids if " Z " not in _text(Path("/proc", str(pid), "stat")).rpartition(")")[2][:3]}
-
-
 def _catch_sigterm(lab: NetLab) -> None:
     """Makes SIGTERM an exception, so that `with` blocks end as they should, where nothing else handles it."""
     if threading.current_thread() is not threading.main_thread():
@@ -539,17 +477,6 @@ def _catch_sigterm(lab: NetLab) -> None:
     lab._handler = signal.signal(signal.SIGTERM, leave)
 
 
-def _ip(*arguments: str) -> str:
-    return _call(["ip", *arguments])
-
-
-def _call(command: Sequence[str]) -> str:
-    told = subprocess.run(command, check=False, capture_output=True, text=True)
-    if told.returncode != 0:
-        raise NetLabError(f"{shlex.join(command)}: {told.stderr.strip() or f'exit status {told.returncode}'}")
-    return told.stdout
-
-
 def _wait_until(done: Callable[[], bool], deadline: float) -> bool:
     while not done():
         if time.monotonic() > deadline:
@@ -558,12 +485,5 @@ def _wait_until(done: Callable[[], bool], deadline: float) -> bool:
     return True
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
 def _texts(folder: str, size: int, end: str) -> tuple[str, ...]:
-    return tuple(_text(Path(folder, f"{rank}.{end}")) for rank in range(size))
+    return tuple(namespaces.text_of(Path(folder, f"{rank}.{end}")) for rank in range(size))

@@ -177,15 +177,16 @@ def _workload(args: argparse.Namespace, calibration: Calibration | None) -> Work
     from hvd8bit import keras_workload
     from hvd8bit.speedup import load
 
-    step_s = args.step_time or (calibration.step_compute_s if calibration else None)
-    if step_s is None:
-        raise common.UsageError("--step-time is needed, of one worker's step alone: --step-time 180ms, say")
     if keras_workload.is_keras(args.model):
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         with common.quiet():
             workload = keras_workload.load(args.model)
-        return workload.timed(step_s, args.samples)
-    return load(args.model).timed(step_s, args.samples)
+    else:
+        workload = load(args.model)
+    step_s = args.step_time or (calibration.step_compute_s if calibration else None)
+    if step_s is None:
+        raise common.UsageError("--step-time is needed, of one worker's step alone: --step-time 180ms, say")
+    return workload.timed(step_s, args.samples)
 
 
 def _cluster(args: argparse.Namespace, calibration: Calibration | None, workers: int) -> Cluster:

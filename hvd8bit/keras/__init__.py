@@ -7,6 +7,7 @@ model.fit(..., callbacks=[hvd8bit.keras.callbacks.BroadcastGlobalVariablesCallba
 """
 
 from hvd8bit.keras import callbacks
+from hvd8bit.keras.elastic import ElasticState
 from hvd8bit.keras.optimizer import DistributedOptimizer
 
-__all__ = ["DistributedOptimizer", "callbacks"]
+__all__ = ["DistributedOptimizer", "ElasticState", "callbacks"]

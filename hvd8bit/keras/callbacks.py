@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd8bit import api, collectives, reduction
-from hvd8bit.variables import tf_variable
+from hvd8bit.variables import optimizer_variables, tf_variable
 
 
 class _Callback(keras.callbacks.Callback):
@@ -70,7 +70,7 @@ class BroadcastGlobalVariablesCallback(_Callback):
             self._broadcast()
 
     def _broadcast(self):
-        variables = [*self.model.weights, *_optimizer_variables(self.model.optimizer)]
+        variables = [*self.model.weights, *optimizer_variables(self.model.optimizer)]
         local = {id(tf_variable(variable)) for variable in self._local_variables}
         shared = [variable for variable in variables if id(tf_variable(variable)) not in local]
         with tf.device(self.device or None):
@@ -215,13 +215,6 @@ class LearningRateWarmupCallback(_Callback):
 
 def _is_keras3(model) -> bool:
     return int(keras.__version__.split(".")[0]) >= 3 and isinstance(model, keras.Model)
-
-
-def _optimizer_variables(optimizer) -> list:
-    if optimizer is None:
-        return []
-    variables = optimizer.variables  # a method of the legacy optimizers of Keras 2
-    return list(variables() if callable(variables) else variables)
 
 
 def _momentum(optimizer):

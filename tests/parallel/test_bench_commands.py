@@ -11,7 +11,7 @@ from pathlib import Path
 import launch
 import pytest
 
-from hvd8bit.bench import netlab
+from hvd8bit.bench import namespaces, netlab
 
 MISSING = netlab.available(shaping=True)
 needs_lab = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -156,6 +156,6 @@ def test_a_command_that_fails_on_a_host_is_told_of_and_nothing_is_left():
     assert done.stdout == "from 0\n"
     assert "exit status 1" in done.stderr
     assert "from 1" in done.stderr
-    left = [path.name for path in Path("/run/netns").glob(f"{netlab.PREFIX}.*")]
-    living = [name for name in left if netlab._owner_lives(name)]
+    left = [path.name for path in Path("/run/netns").glob(f"{namespaces.PREFIX}.*")]
+    living = [name for name in left if namespaces.owner_lives(name)]
     assert left == living, "labs of processes that have ended"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd8bit.bench import netlab
+from hvd8bit.bench import namespaces, netlab
 
 MISSING = netlab.available(shaping=True)
 needs_lab = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -53,7 +53,7 @@ def _ask(lab: netlab.NetLab, host: netlab.Host, program: str) -> str:
 
 def _traces(pid: int) -> list[str]:
     """What is there of the labs that a process made."""
-    folders = [Path("/run/netns"), netlab.FILES]
+    folders = [Path("/run/netns"), namespaces.FILES]
     return [path.name for folder in folders if folder.is_dir() for path in folder.glob(f"hvd8bit.{pid}.*")]
 
 
@@ -126,7 +126,7 @@ def test_an_exception_leaves_nothing_behind():
 
 HOLD = """
 import subprocess
-from hvd8bit.bench import netlab
+from hvd8bit.bench import namespaces, netlab
 with netlab.NetLab(hosts=2) as lab:
     sleeper = lab.popen(lab.hosts[0], ["sleep", "1000"], stdout=subprocess.DEVNULL)
     print(sleeper.pid, flush=True)
@@ -206,7 +206,7 @@ def test_run_ends_after_its_timeout():
         job = lab.run(["sleep", "1000"], timeout=1)
         assert job.returncode != 0
         assert job.problem == "not finished after 1 s; ended"
-        assert not any(netlab._pids(host.namespace) for host in lab.hosts)
+        assert not any(namespaces.pids(host.namespace) for host in lab.hosts)
 
 
 @needs_ssh

@@ -81,6 +81,46 @@ def test_the_kept_wheel_is_named_by_all_that_it_depends_on(monkeypatch, tmp_path
     assert all(place.parent == tmp_path / "hvd8bit" / "wheels" for place in places)
 
 
+@pytest.mark.parametrize(
+    ("text", "version"), [("2.15", "2.15.1"), ("2.18", "2.18.1"), ("2.21", "2.21.0"), ("2.17.1",) * 2]
+)
+def test_short_names_of_tensorflows(text, version):
+    assert choose(tensorflow=text)["tensorflow"] == version
+
+
+@pytest.mark.parametrize("text", ["2.14", "3.0.0", "latest", "2.18.1rc0"])
+def test_a_tensorflow_that_is_no_version(text):
+    with pytest.raises(setup_env.SetupError, match=r"TF must be a version such as 2.17.1, or one of 2.15, 2.18, 2.21"):
+        choose(tensorflow=text)
+
+
+class _NoVenv:
+    """pip download, from a folder."""
+
+    def __init__(self, listing: str):
+        self.listing = listing
+
+    def pip(self, title, *arguments, env=None):
+        scratch = pathlib.Path(arguments[arguments.index("-d") + 1])
+        folder = scratch / "made" / "horovod-0.28.1" / "horovod" / "tensorflow"
+        folder.mkdir(parents=True)
+        (folder / "CMakeLists.txt").write_text(self.listing)
+        setup_env.shutil.make_archive(str(scratch / "horovod-0.28.1"), "gztar", scratch / "made", "horovod-0.28.1")
+
+
+def test_horovod_without_its_xla_ops(tmp_path):
+    choices = choose(tensorflow="2.21")
+    assert setup_env.without_xla_ops(choices)
+    assert not setup_env.without_xla_ops(choose())
+    source = setup_env.source_without_xla_ops(_NoVenv("a mpi_ops.cc\nb xla_mpi_ops.cc\nc\n"), choices, tmp_path)
+    assert (source / "horovod" / "tensorflow" / "CMakeLists.txt").read_text() == "a mpi_ops.cc\nc\n"
+
+
+def test_a_horovod_that_is_laid_out_otherwise(tmp_path):
+    with pytest.raises(setup_env.SetupError, match=r"CMakeLists.txt does not name xla_mpi_ops.cc once"):
+        setup_env.source_without_xla_ops(_NoVenv("a mpi_ops.cc\n"), choose(tensorflow="2.21"), tmp_path)
+
+
 def test_extras_are_no_part_of_the_wheels_name():
     """tensorflow[and-cuda] is the same TensorFlow."""
     assert setup_env.wheel_dir(choose(package="tensorflow[and-cuda]")) == setup_env.wheel_dir(
