@@ -71,6 +71,10 @@ def test_a_job_that_gains_and_loses_a_worker_goes_on(tmp_path, legacy):
             hosts.write_text("h0:1\nh2:1\n")
             os.kill(lost, signal.SIGKILL)
             watched.wait_for({"h0", "h2"})
+        except AssertionError as error:
+            (tmp_path / "stop").touch()
+            thread.join()
+            raise AssertionError(f"{error}\n{jobs[0].describe()}") from error
         finally:
             (tmp_path / "stop").touch()
             thread.join()
