@@ -1,8 +1,9 @@
-"""Builds the codec without TensorFlow, under sanitizers, and runs tests/cc; the CUDA kernels as emulated there."""
+"""Builds the codec without TensorFlow, under sanitizers, and runs tests/cc and tests/gpu over emulated CUDA."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import os
 import pathlib
 import platform
@@ -12,6 +13,8 @@ import subprocess
 import sys
 
 import pytest
+
+from hvd8bit import native
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TF_OPS = ROOT / "tf_ops"
@@ -24,6 +27,7 @@ ENVIRONMENT = {
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "TSAN_OPTIONS": "halt_on_error=1:exitcode=66",
 }
+RUNNABLE = native.runnable_backends()
 needs_emulation = pytest.mark.skipif(platform.machine() != "x86_64", reason="cuda_emulation is written for x86-64")
 
 
@@ -61,7 +65,8 @@ class Builder:
         lists = source_lists()
         succeed(sys.executable, TF_OPS / "codec" / "generate_codebooks.py", work / lists["GENERATED_HEADER"])
         # The library's own flags, but for the optimisation: it is the sanitizers that take the time here.
-        self.flags = [*(flag for flag in lists["COPTS"] if flag != "-O3"), "-std=c++17", "-O1", "-g", "-pthread"]
+        copts = [flag for flag in lists["COPTS"] if flag != "-O3"]
+        self.flags = [*copts, "-std=c++17", "-O1", "-g", "-pthread", "-DHVD8BIT_CUDA"]
         codec = [TF_OPS / name for name in lists["SOURCES"] if name.startswith("codec/")]
         self.cpu = [path for path in codec if path.name != "c_api.cc"]
         self.cuda = [TF_OPS / name for name in lists["CUDA_SOURCES"] if name.startswith("codec/")]
@@ -112,6 +117,58 @@ def test_cuda_kernels_keep_to_their_memory(memory_checked):
 @needs_emulation
 def test_cuda_kernels_have_no_races(thread_checked):
     assert succeed(thread_checked) == "passed\n"
+
+
+@pytest.fixture(scope="module")
+def fuzzer(memory_checked) -> pathlib.Path:
+    """tests/cc/fuzz.cc with the address and the undefined behaviour sanitizer."""
+    emulated = memory_checked.cuda if platform.machine() == "x86_64" else []
+    return memory_checked.program(*memory_checked.cpu, *emulated, ROOT / "tests" / "cc" / "fuzz.cc")
+
+
+def test_any_payload_is_refused_or_used(fuzzer):
+    said = json.loads(succeed(fuzzer, "100000", "1"))
+    assert said["payloads"] == said["refused"] + said["accepted"] == 100_000
+    assert min(said["refused"], said["accepted"]) > 20_000
+    assert said["on_emulated_cuda"] > 0 or platform.machine() != "x86_64"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(2, 12))
+def test_ten_million_payloads(fuzzer, seed, record_soak):
+    """A million for each seed."""
+    said = json.loads(succeed(fuzzer, "1000000", str(seed)))
+    assert said["refused"] + said["accepted"] == 1_000_000
+    record_soak("fuzz", said)
+
+
+@needs_emulation
+def test_every_back_end_keeps_to_its_memory(tmp_path):
+    """The table of all back ends, which runs through the C ABI, with a library that sanitizers watch."""
+    library = tmp_path / "libhvd8bit_codec.so"
+    flags = [f"--flag={flag}" for flag in (*MEMORY, "-O1", "-g")]
+    succeed(sys.executable, ROOT / "tests" / "gpu" / "build.py", library, "--emulate", *flags)
+    # Python itself is built without: the sanitizer's library has to be there before it.
+    libasan = succeed("g++", "-print-file-name=libasan.so").strip()
+    check = [sys.executable, ROOT / "tests" / "gpu" / "check.py", "--library", library, "--memory", "host"]
+    for backend in RUNNABLE:
+        less = ["--against", backend, "--random", "300000", "--mantissa-step", "101", "--elements", "0"]
+        assert succeed(*check, *less, LD_PRELOAD=libasan).endswith("passed\n")
+
+
+def test_micro_benchmarks_run(tmp_path):
+    """They compare the back ends' bytes first, and end if those differ."""
+    if run("g++", "-x", "c++", "-E", "-include", "benchmark/benchmark.h", "/dev/null").returncode != 0:
+        pytest.skip("no Google Benchmark on this machine (Debian and Ubuntu: apt-get install libbenchmark-dev)")
+    short = ["--benchmark_filter=/dynamic_tree/in_cache", "--benchmark_min_time=0.001", "--benchmark_format=json"]
+    script = ROOT / "tests" / "cc" / "benchmark.sh"
+    said = json.loads(succeed(script, *short, PYTHON=sys.executable, OUT=str(tmp_path), CXXFLAGS="-O1"))
+    names = {result["name"] for result in said["benchmarks"]}
+    assert names == {
+        f"{kernel}/{backend}/dynamic_tree/in_cache"
+        for kernel in ("encode", "decode", "sum_of_4")
+        for backend in RUNNABLE
+    }
 
 
 BARRIERS = [

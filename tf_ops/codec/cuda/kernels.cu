@@ -196,6 +196,13 @@ __device__ int FirstElement(int row) {
   return warp * kPerWarp + row * kWarp * kPerRow + lane * kPerRow;
 }
 
+// Whether all rows of a thread lie within a tile; then they are loaded side by side, without a branch between
+// them.
+template <int kPerRow>
+__device__ bool AllWithin(const Tile& tile) {
+  return FirstElement<kPerRow>(kPerThread / kPerRow - 1) + kPerRow <= tile.elements;
+}
+
 __device__ int UnitOf(int element) { return element / static_cast<int>(kAlignment); }
 
 // Values by code, with the sign; 0x80 reads as 0.
@@ -204,20 +211,29 @@ __device__ void FillValues(const Arguments& a, float* values) {
   values[threadIdx.x] = threadIdx.x > 128 ? -magnitude : magnitude;
 }
 
-// One word of four codes; fewer at a tile's end.
-__device__ uint32_t ReadCodes(const uint8_t* from, bool aligned, int count) {
-  if (aligned && count >= 4) {
-    return *reinterpret_cast<const uint32_t*>(from);
+// A thread's codes, four to a word; places behind the tile's end become 0.
+template <int kPerRow>
+__device__ void ReadCodes(const Tile& tile, const uint8_t* codes, uint32_t* words) {
+  constexpr int kWords = kPerRow / 4;
+  if (AllWithin<kPerRow>(tile) && Aligned(codes, 0, 4)) {
+#pragma unroll
+    for (int i = 0; i < kPerThread / 4; ++i) {
+      words[i] =
+          *reinterpret_cast<const uint32_t*>(codes + FirstElement<kPerRow>(i / kWords) + i % kWords * 4);
+    }
+    return;
   }
-  uint32_t word = 0;
-  for (int i = 0; i < 4 && i < count; ++i) {
-    word |= static_cast<uint32_t>(from[i]) << (8 * i);
+#pragma unroll
+  for (int i = 0; i < kPerThread / 4; ++i) {
+    const int first = FirstElement<kPerRow>(i / kWords) + i % kWords * 4;
+    words[i] = 0;
+    for (int at = 0; at < 4 && first + at < tile.elements; ++at) {
+      words[i] |= static_cast<uint32_t>(codes[first + at]) << (8 * at);
+    }
   }
-  return word;
 }
 
-// ----------------------------------------------------------------------------------------- where floats come
-// from
+// --------------------------------------------------------------------------------- where floats come from
 
 // Both loaders fill a thread's 16 floats, in rows of kPerRow; places behind the tile's end become 0.
 
@@ -230,31 +246,29 @@ struct TensorLoader {
     const PieceArgument& piece = a.piece[tile.piece];
     const auto* from =
         static_cast<const uint8_t*>(piece.tensor) + tile.start * static_cast<int64_t>(sizeof(T));
-    const bool aligned = Aligned(from, 0, 16);
-    constexpr int kLoads = kPerRow * sizeof(T) / 16;
+    constexpr int kRows = kPerThread / kPerRow, kLoads = kPerRow * sizeof(T) / 16;
+    T elements[kPerThread];
+    if (AllWithin<kPerRow>(tile) && Aligned(from, 0, 16)) {
+      uint4 loaded[kRows * kLoads];
 #pragma unroll
-    for (int row = 0; row < kPerThread / kPerRow; ++row) {
-      const int first = FirstElement<kPerRow>(row);
-      T elements[kPerRow];
-      if (aligned && first + kPerRow <= tile.elements) {
-        uint4 loaded[kLoads];
+      for (int i = 0; i < kRows * kLoads; ++i) {
+        const uint8_t* row = from + FirstElement<kPerRow>(i / kLoads) * sizeof(T);
+        loaded[i] = reinterpret_cast<const uint4*>(row)[i % kLoads];
+      }
+      memcpy(elements, loaded, sizeof elements);
+    } else {
 #pragma unroll
-        for (int i = 0; i < kLoads; ++i) {
-          loaded[i] = reinterpret_cast<const uint4*>(from + first * sizeof(T))[i];
-        }
-        memcpy(elements, loaded, sizeof elements);
-      } else {
-        for (int i = 0; i < kPerRow; ++i) {
-          elements[i] = T{};
-          if (first + i < tile.elements) {
-            memcpy(&elements[i], from + (first + i) * sizeof(T), sizeof(T));
-          }
+      for (int i = 0; i < kPerThread; ++i) {
+        const int at = FirstElement<kPerRow>(i / kPerRow) + i % kPerRow;
+        elements[i] = T{};
+        if (at < tile.elements) {
+          memcpy(&elements[i], from + at * sizeof(T), sizeof(T));
         }
       }
+    }
 #pragma unroll
-      for (int i = 0; i < kPerRow; ++i) {
-        floats[row * kPerRow + i] = ToFloat(elements[i]);
-      }
+    for (int i = 0; i < kPerThread; ++i) {
+      floats[i] = ToFloat(elements[i]);
     }
   }
 };
@@ -272,15 +286,14 @@ struct ShardsLoader {
       const uint8_t* sent = a.sent + worker * a.sent_bytes;
       const uint8_t* codes = sent + kHeaderBytes + piece.codes + tile.start;
       const uint8_t* scales = sent + ScalesOffset(chunk) + kScaleBytes * (piece.first_block + tile.block);
-      const bool aligned = Aligned(codes, 0, 4);
       uint32_t words[kRows];
       float scale[kRows];
+      ReadCodes<kPerRow>(tile, codes, words);
 #pragma unroll
       for (int row = 0; row < kRows; ++row) {
         const int first = FirstElement<kPerRow>(row);
-        const int left = tile.elements - first;
-        words[row] = ReadCodes(codes + first, aligned, left);
-        scale[row] = left > 0
+        // Behind the end 0, since a NaN there would count as the block's.
+        scale[row] = first < tile.elements
                          ? BitsToFloat(ReadWord(scales + kScaleBytes * geometry.BlockOfUnit(UnitOf(first))))
                          : 0.f;
       }
@@ -308,8 +321,7 @@ struct ShardsLoader {
   }
 };
 
-// --------------------------------------------------------------------------------------------- the largest
-// magnitude
+// --------------------------------------------------------------------------------- the largest magnitude
 
 __device__ uint32_t Magnitude(float x) { return FloatBits(x) & 0x7fffffffu; }
 
@@ -492,7 +504,7 @@ __global__ void __launch_bounds__(kThreads) EncodeKernel(const __grid_constant__
     }
     __syncthreads();
 
-    const bool aligned = Aligned(codes, 0, 4);
+    const bool whole_words = AllWithin<kPerRow>(tile) && Aligned(codes, 0, 4);
 #pragma unroll
     for (int row = 0; row < kPerThread / kPerRow; ++row) {
       const int first = FirstElement<kPerRow>(row);
@@ -508,13 +520,11 @@ __global__ void __launch_bounds__(kThreads) EncodeKernel(const __grid_constant__
           word |= Code(floats[row * kPerRow + at + i], divisor, lowest, buckets) << (8 * i);
         }
         word &= mask;
-        if (aligned && first + at + 4 <= tile.elements) {
+        if (whole_words) {
           *reinterpret_cast<uint32_t*>(codes + first + at) = word;
         } else {
-          for (int i = 0; i < 4; ++i) {
-            if (first + at + i < tile.elements) {
-              codes[first + at + i] = static_cast<uint8_t>(word >> (8 * i));
-            }
+          for (int i = 0; i < 4 && first + at + i < tile.elements; ++i) {
+            codes[first + at + i] = static_cast<uint8_t>(word >> (8 * i));
           }
         }
       }
@@ -537,7 +547,7 @@ __global__ void __launch_bounds__(kThreads) EncodeKernel(const __grid_constant__
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) DecodeKernel(const __grid_constant__ Arguments a) {
-  constexpr int kPerRow = kAtOnce<T>, kRows = kPerThread / kPerRow, kWords = kPerRow / 4;
+  constexpr int kPerRow = kAtOnce<T>, kRows = kPerThread / kPerRow;
   __shared__ float values[256];
   // Of two tiles in turn: the last one's may still be read while the next one's are written.
   __shared__ float scale_of[2][kUnits];
@@ -577,18 +587,10 @@ __global__ void __launch_bounds__(kThreads) DecodeKernel(const __grid_constant__
     }
     refused |= __syncthreads_or(differs);
 
-    const bool aligned = Aligned(codes, 0, 4);
-    uint32_t words[kRows * kWords];
-#pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        const int first = FirstElement<kPerRow>(row) + 4 * i;
-        words[row * kWords + i] = ReadCodes(codes + first, aligned, tile.elements - first);
-      }
-    }
+    uint32_t words[kPerThread / 4];
+    ReadCodes<kPerRow>(tile, codes, words);
     auto* to = static_cast<uint8_t*>(piece.tensor) + tile.start * static_cast<int64_t>(sizeof(T));
-    const bool vectors = Aligned(to, 0, 16);
+    const bool vectors = AllWithin<kPerRow>(tile) && Aligned(to, 0, 16);
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
       const int first = FirstElement<kPerRow>(row);
@@ -600,10 +602,10 @@ __global__ void __launch_bounds__(kThreads) DecodeKernel(const __grid_constant__
       T elements[kPerRow];
 #pragma unroll
       for (int i = 0; i < kPerRow; ++i) {
-        const uint32_t code = words[row * kWords + i / 4] >> (8 * (i % 4)) & 0xff;
+        const uint32_t code = words[(row * kPerRow + i) / 4] >> (8 * (i % 4)) & 0xff;
         elements[i] = FromFloat<T>(__fmul_rn(values[code], scale));
       }
-      if (vectors && first + kPerRow <= tile.elements) {
+      if (vectors) {
         constexpr int kStores = kPerRow * sizeof(T) / 16;
         uint4 stored[kStores];
         memcpy(stored, elements, sizeof elements);
