@@ -12,10 +12,10 @@ RUN := $(VENV)/bin
 CC_FILES = $(shell find tf_ops tests/cc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.inc' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-matrix soak lint format lock clean distclean
+.PHONY: help setup demo test test-matrix soak bench-kernels lint format lock clean distclean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  variables: VENV=$(VENV) PYTHON=$(PYTHON) TF=2.18.1 TF_PACKAGE=tensorflow-cpu|tensorflow"
 
 setup: ## .venv with TensorFlow, Horovod, the tools and this package; quick when all is there
@@ -30,8 +30,12 @@ test: setup ## unit, structure and parallel tests
 test-matrix: ## all tests on TensorFlow 2.15, 2.18 and 2.21, each in a copy of the tree: an hour and more
 	tools/test_matrix.sh
 
-soak: setup ## the long tests: minutes, and up to 8 GB of memory
-	$(RUN)/python -m pytest -m soak tests/unit tests/structure tests/parallel
+soak: setup ## the long tests: minutes, and up to 8 GB of memory; leaves out/soak
+	rm -rf out/soak
+	HVD8BIT_SOAK=out/soak $(RUN)/python -m pytest -m soak tests/unit tests/structure tests/parallel
+
+bench-kernels: setup ## micro-benchmarks of the CPU kernels (takes libbenchmark-dev)
+	PYTHON=$(RUN)/python tests/cc/benchmark.sh
 
 lint: setup ## ruff, mypy, clang-format; changes nothing
 	$(RUN)/ruff check .

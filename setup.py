@@ -1,4 +1,5 @@
-"""Builds the op library `hvd8bit/_hvd8bit_ops.so` with g++ against the TensorFlow of the running Python.
+"""Builds the op library `hvd8bit/_hvd8bit_ops.so` with g++ against the TensorFlow of the running Python, and with
+nvcc, where that is found, its CUDA kernels; tools/cuda_toolkit.py says which variables count.
 
 `pip install --no-build-isolation .` puts the library into the wheel. `python setup.py build_ops`, which
 `make setup` calls, builds it beside the package's own files, compiles only what changed, and does not even
@@ -26,6 +27,9 @@ from setuptools import Command, Distribution, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "tools"))
+import cuda_toolkit  # noqa: E402
+
 TF_OPS = ROOT / "tf_ops"
 LIBRARY = "_hvd8bit_ops.so"
 BUILD_INFO = "_build_info.json"
@@ -148,29 +152,46 @@ def build_library(build_root: Path, destination: Path, force: bool = False) -> b
     if shutil.which(compiler[0]) is None:
         raise BuildError(f"the compiler {compiler[0]} is missing: sudo apt-get install g++, or set CXX")
 
+    try:
+        cuda = cuda_toolkit.find(sources["CUDA_CAPABILITIES"])
+    except cuda_toolkit.CudaError as error:
+        raise BuildError(str(error)) from None
+
     # -isystem keeps TensorFlow's headers out of our warnings and out of the dependency files.
     includes = ["-isystem" + flag[2:] for flag in tensorflow["compile"] if flag.startswith("-I")]
     portable = [flag for flag in tensorflow["compile"] if not flag.startswith("-I")]
     flags = [*portable, *sources["COPTS"], *shlex.split(os.environ.get("CXXFLAGS", ""))]
+    names = list(sources["SOURCES"])
+    # CUDA's own runtime comes before TensorFlow's libraries: the GPU wheel's export the same names, the CPU wheel's do
+    # not, and the library has to load with either.
+    cuda_link: list[str] = []
+    if cuda is not None:
+        names = sources["CUDA_SOURCES"] + names  # nvcc takes longest, so it starts first
+        flags.append("-DHVD8BIT_CUDA")
+        cuda_link = [cuda.static_runtime, "-Wl,--exclude-libs,libcudart_static.a", "-ldl", "-lrt", "-lpthread"]
     link_flags = [
         *sources.get("LINKOPTS", []),
+        *cuda_link,
         *tensorflow["link"],
         *shlex.split(os.environ.get("LDFLAGS", "")),
     ]
 
     # One folder per TensorFlow, compiler and set of flags: a build for one never spoils another's objects.
-    key = json.dumps([tensorflow["seen"], compiler, flags, includes, link_flags])
+    cuda_flags = [] if cuda is None else [*sources["NVCC_OPTS"], *cuda.flags]
+    cuda_key = [] if cuda is None else [cuda.nvcc, cuda.version, *cuda_flags]
+    key = json.dumps([tensorflow["seen"], compiler, flags, includes, link_flags, *cuda_key])
     work = build_root / f"tf{tensorflow['version']}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     if force:
         shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True, exist_ok=True)
     generate_codebooks(sources, work)
 
-    # The seam for CUDA: nvcc compiles .cu files into objects that join this list; nothing else changes here.
-    units = [(TF_OPS / name, work / (name + ".o")) for name in sources["SOURCES"]]
-    compile_flags = [*includes, *flags, f"-I{ROOT}", f"-I{work}", "-MMD"]
+    units = [(TF_OPS / name, work / (name + ".o")) for name in names]
+    commands = {".cc": [*compiler, *includes, *flags, f"-I{ROOT}", f"-I{work}", "-MMD"]}
+    if cuda is not None:
+        commands[".cu"] = [cuda.nvcc, *cuda_flags, f"-I{ROOT}", f"-I{work}", "-MMD"]
     todo = [(s, o) for s, o in units if outdated(o, [s, *read_depfile(o.with_suffix(".d"))])]
-    compile_all(compiler, compile_flags, todo)
+    compile_all(commands, todo)
 
     objects = [str(o) for _, o in units]
     linked = work / LIBRARY
@@ -185,17 +206,21 @@ def build_library(build_root: Path, destination: Path, force: bool = False) -> b
         "compiler": compiler_version(compiler, work),
         "flags": flags,
         "backends": sources.get("BACKENDS", ["scalar"]),
-        "cuda_architectures": [],
+        "cuda_architectures": [] if cuda is None else list(cuda.architectures),
+        "cuda_version": "" if cuda is None else cuda.version,
     }
     return install(linked, info, destination) or bool(todo)
 
 
-def compile_all(compiler: list[str], flags: list[str], todo: list[tuple[Path, Path]]) -> None:
+def compile_all(commands: dict[str, list[str]], todo: list[tuple[Path, Path]]) -> None:
+    """Compiles sources into objects, each with the command for its suffix."""
+
     def compile_one(unit: tuple[Path, Path]) -> tuple[Path, float]:
         source, out = unit
         out.parent.mkdir(parents=True, exist_ok=True)
         start = time.monotonic()
-        run([*compiler, *flags, "-c", str(source), "-o", str(out)], f"compiling {source.relative_to(ROOT)}")
+        what = f"compiling {source.relative_to(ROOT)}"
+        run([*commands[source.suffix], "-c", str(source), "-o", str(out)], what)
         return source, time.monotonic() - start
 
     jobs = int(os.environ.get("MAX_JOBS", 0)) or os.cpu_count() or 1

@@ -1,4 +1,8 @@
-"""The codec's CPU back ends on NumPy arrays, one by one, on the calling thread: for tests and benchmarks."""
+"""The codec through its C ABI, on the calling thread: for tests and benchmarks.
+
+`encode`, `decode` and `sum_and_encode` are the arithmetic of the CPU back ends, on NumPy arrays. `Lists` are the three
+steps of an exchange on pointers, of every back end, CUDA too.
+"""
 
 from __future__ import annotations
 
@@ -84,6 +88,112 @@ def sum_and_encode(
 def blocks(elements: int, encoding: Encoding) -> int:
     """How many scales a tensor of so many elements has."""
     return -(-elements // (encoding.block_size or max(elements, 1)))
+
+
+class _List(ctypes.Structure):
+    """hvd8bit_list of tf_ops/codec/c_api.h."""
+
+    _fields_ = (
+        ("backend", ctypes.c_char_p),
+        ("stream", ctypes.c_void_p),
+        ("data_type", ctypes.c_char_p),
+        ("block_size", ctypes.c_int64),
+        ("fixed_scale", ctypes.c_float),
+        ("count", ctypes.c_int64),
+        ("dtypes", ctypes.POINTER(ctypes.c_int)),
+        ("elements", ctypes.POINTER(ctypes.c_int64)),
+        ("shards", ctypes.c_int64),
+        ("slices", ctypes.c_int64),
+        ("slice", ctypes.c_int64),
+    )
+
+
+class Lists:
+    """Encode, reduce and decode one list of vectors, on plain pointers.
+
+    Args:
+      backend: "scalar", "avx2", "avx512" or "cuda"; for "cuda" all pointers are to memory of the current device.
+      like: dtype's name and number of elements of each vector.
+      shards: number of chunks.
+      encoding: how.
+      slices: of each chunk.
+      library: of `native.open_c_library`; the op library if None.
+      stream: a cudaStream_t as a number; work is queued on it, not waited for.
+
+    All methods raise ValueError with the library's message.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        like: Sequence[tuple[str, int]],
+        shards: int,
+        encoding: Encoding,
+        *,
+        slices=1,
+        library: ctypes.CDLL | None = None,
+        stream: int = 0,
+    ):
+        self._library = library or native.c_library()
+        self._list = _List(
+            backend=backend.encode(),
+            stream=stream,
+            data_type=encoding.data_type.encode(),
+            block_size=encoding.block_size or 0,
+            fixed_scale=encoding.fixed_scale,
+            count=len(like),
+            dtypes=(ctypes.c_int * len(like))(*(wire.DTYPE_IDS[dtype] for dtype, _ in like)),
+            elements=(ctypes.c_int64 * len(like))(*(elements for _, elements in like)),
+            shards=shards,
+            slices=slices,
+            slice=0,
+        )
+
+    def chunk_bytes(self, slice_: int = 0) -> list[int]:
+        """Bytes of one slice of each chunk."""
+        sizes = (ctypes.c_int64 * self._list.shards)()
+        self._call("list_bytes", slice_, sizes)
+        return list(sizes)
+
+    def encode(self, tensors: Sequence[int], payload: int, slice_: int = 0) -> None:
+        """Encodes one slice of all chunks: from the addresses of the vectors to that of sum(chunk_bytes) bytes."""
+        self._call("encode_list", slice_, _addresses(tensors), ctypes.c_void_p(payload))
+
+    def reduce(self, shard: int, payload: int, sent: Sequence[int], reduced: int, slice_: int = 0) -> None:
+        """Adds what the workers sent for a chunk, `sent` bytes each, and encodes the sum into chunk_bytes[shard]."""
+        sizes = (ctypes.c_int64 * len(sent))(*sent)
+        self._call(
+            "reduce_shards",
+            slice_,
+            ctypes.c_int64(shard),
+            ctypes.c_void_p(payload),
+            ctypes.c_int64(sum(sent)),
+            sizes,
+            ctypes.c_void_p(reduced),
+        )
+
+    def decode(self, payloads: Sequence[int], sizes: Sequence[int], out: Sequence[int], factor: float = 1.0) -> None:
+        """Decodes all slices, each payload of so many bytes, into vectors, times factor / shards."""
+        self._call(
+            "decode_list",
+            0,
+            _addresses(payloads),
+            (ctypes.c_int64 * len(sizes))(*sizes),
+            ctypes.c_double(factor),
+            _addresses(out),
+        )
+
+    def report(self) -> str:
+        """What CUDA kernels found wrong with received chunks since the last call, or ""."""
+        return (self._library.hvd8bit_cuda_report() or b"").decode()
+
+    def _call(self, name: str, slice_: int, *arguments) -> None:
+        self._list.slice = slice_
+        _check(getattr(self._library, f"hvd8bit_{name}")(ctypes.byref(self._list), *arguments))
+
+
+def _addresses(addresses: Sequence[int]):
+    return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
 def _pointer(array: np.ndarray) -> ctypes.c_void_p:

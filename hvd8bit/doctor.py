@@ -121,6 +121,7 @@ def _probe_tensorflow() -> Facts:
         "cxx_abi": tf.sysconfig.CXX11_ABI_FLAG,
         "cuda_version": build.get("cuda_version", "") if build.get("is_cuda_build") else "",
         "gpus": len(tf.config.list_physical_devices("GPU")),
+        "gpu_capabilities": _gpu_capabilities(tf),
         "library_error": "",
         "backends": [],
     }
@@ -130,6 +131,16 @@ def _probe_tensorflow() -> Facts:
     except Exception as error:
         facts["library_error"] = str(error)
     return facts
+
+
+def _gpu_capabilities(tf) -> list[str]:
+    """Compute capabilities of the GPUs that TensorFlow sees, e.g. ["90"]."""
+    found = set()
+    for gpu in tf.config.list_physical_devices("GPU"):
+        capability = tf.config.experimental.get_device_details(gpu).get("compute_capability")
+        if capability:
+            found.add("".join(map(str, capability)))
+    return sorted(found, key=int)
 
 
 def _probe_horovod() -> Facts:
@@ -362,6 +373,7 @@ def _judge_cuda(facts: Facts) -> Finding:
     driver, runtime = facts["cuda_driver"], facts["tensorflow"].get("cuda_version", "")
     gpus = facts["tensorflow"].get("gpus", 0)
     ours = facts["library"]["info"].get("cuda_architectures", [])
+    ours_made_with = facts["library"]["info"].get("cuda_version", "")
     made_for = f"TensorFlow's runtime is {runtime}" if runtime else "TensorFlow is built without CUDA"
     if not driver:
         return Finding("CUDA", NOTE, f"no NVIDIA driver, so the CPU does the work; {made_for}")
@@ -376,9 +388,37 @@ def _judge_cuda(facts: Facts) -> Finding:
         )
     if gpus and not ours:
         return Finding(
-            "CUDA", NOTE, text + "; hvd8bit's op library has no CUDA kernels: gradients are coded on the CPU"
+            "CUDA",
+            NOTE,
+            text + "; hvd8bit's op library has no CUDA kernels: gradients are coded on the CPU",
+            "install a CUDA toolkit with nvcc, or set NVCC, and build again: make setup",
+        )
+    if not ours:
+        return Finding("CUDA", OK, text)
+    text += f"; hvd8bit's kernels were built with CUDA {ours_made_with or 'of an unknown version'}"
+    if ours_made_with and driver // 1000 < int(ours_made_with.split(".")[0]):
+        remedy = f"update the driver, or build with nvcc of CUDA {driver // 1000}: NVCC=... make setup"
+        return Finding("CUDA", FAULT, text, remedy)
+    foreign = [name for name in facts["tensorflow"].get("gpu_capabilities", []) if not _runs_on(name, ours)]
+    if foreign:
+        return Finding(
+            "CUDA",
+            FAULT,
+            f"{text}, for {', '.join(ours)}: none of them runs on this machine's sm_{', sm_'.join(foreign)}",
+            f"build for it: HVD8BIT_CUDA_ARCHS={','.join(foreign)} make setup",
         )
     return Finding("CUDA", OK, text)
+
+
+def _runs_on(capability: str, architectures: Sequence[str]) -> bool:
+    """Whether kernels built for `architectures` run on a GPU: built for its generation, or as PTX for an older one."""
+    have = divmod(int(capability), 10)
+    for name in architectures:
+        kind, _, number = name.partition("_")
+        made_for = divmod(int(number), 10)
+        if made_for <= have and (kind == "compute" or made_for[0] == have[0]):
+            return True
+    return False
 
 
 def _minor(version: str) -> list[str]:

@@ -21,7 +21,12 @@ def find() -> pathlib.Path | None:
 
 
 def build_info() -> dict:
-    """How the library was built: tensorflow_version, cxx_abi, compiler, flags, backends, cuda_architectures."""
+    """How the library was built.
+
+    Returns:
+      tensorflow_version, cxx_abi, compiler, flags, backends (of the CPU), cuda_architectures (empty: without CUDA),
+      cuda_version (of the toolkit, or "").
+    """
     return json.loads(BUILD_INFO.read_text()) if BUILD_INFO.exists() else {}
 
 
@@ -72,8 +77,16 @@ def load():
 def c_library() -> ctypes.CDLL:
     """The library's C functions (tf_ops/codec/c_api.h), for `hvd8bit.c_api`."""
     load()  # brings in TensorFlow's own library, which the loader would not find
-    library = ctypes.CDLL(str(LIBRARY))
-    for name in ("built_backends", "runnable_backends", "encode", "decode", "sum_and_encode"):
+    return open_c_library(LIBRARY)
+
+
+def open_c_library(path: str | pathlib.Path) -> ctypes.CDLL:
+    """A library with the functions of tf_ops/codec/c_api.h, ready to be called; one built without TensorFlow, too."""
+    library = ctypes.CDLL(str(path))
+    for name in (
+        *("built_backends", "runnable_backends", "encode", "decode", "sum_and_encode"),
+        *("list_bytes", "encode_list", "reduce_shards", "decode_list", "cuda_report"),
+    ):
         getattr(library, f"hvd8bit_{name}").restype = ctypes.c_char_p
     return library
 
@@ -86,3 +99,13 @@ def backends() -> list[str]:
 def runnable_backends() -> list[str]:
     """Those of them that this CPU runs."""
     return c_library().hvd8bit_runnable_backends().decode().split(",")
+
+
+def cuda_versions(library: ctypes.CDLL | None = None) -> tuple[int, int]:
+    """Versions of CUDA: of the runtime in the library, and the newest that the driver runs.
+
+    Each is 1000 * major + 10 * minor, or 0 where there is none.
+    """
+    runtime, driver = ctypes.c_int(0), ctypes.c_int(0)
+    (library or c_library()).hvd8bit_cuda_versions(ctypes.byref(runtime), ctypes.byref(driver))
+    return runtime.value, driver.value

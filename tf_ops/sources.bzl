@@ -13,6 +13,16 @@ SOURCES = [
     "ops/codec_ops.cc",
 ]
 
+# Beside those where nvcc is found; HVD8BIT_CUDA is defined then.
+CUDA_SOURCES = [
+    "codec/cuda/kernels.cu",
+    "codec/cuda/lists.cc",
+    "kernels/cuda_kernels.cc",
+]
+
+# Compute capabilities that are built unless HVD8BIT_CUDA_ARCHS names others; those of them that nvcc knows.
+CUDA_CAPABILITIES = ["75", "80", "86", "89", "90", "100", "120"]
+
 # What codec/cpu/dispatch.cc chooses from on x86-64, fastest first.
 BACKENDS = ["avx512", "avx2", "scalar"]
 
@@ -23,10 +33,14 @@ HEADERS = [
     "codec/cpu/float_environment.h",
     "codec/cpu/kernels.inc",
     "codec/cpu/portable.inc",
+    "codec/cuda/arguments.h",
+    "codec/cuda/kernels.h",
+    "codec/cuda/lists.h",
     "codec/float_types.h",
     "codec/format.h",
     "codec/layout.h",
     "codec/payload.h",
+    "kernels/list_ops.h",
 ]
 
 # Written when the library is built, by codec/generate_codebooks.py from hvd8bit/datatypes.py.
@@ -41,4 +55,14 @@ COPTS = [
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fvisibility=hidden",
+]
+
+# The same for nvcc. Divisions are IEEE's and subnormals kept by default; said here, since the format needs it.
+NVCC_OPTS = [
+    "-O3",
+    "-std=c++17",
+    "-fmad=false",
+    "-ftz=false",
+    "-prec-div=true",
+    "-Xcompiler=-fPIC,-Wall,-Wextra,-ffp-contract=off,-fvisibility=hidden",
 ]

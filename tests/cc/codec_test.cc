@@ -1,58 +1,20 @@
 // The codec without TensorFlow, to be built with sanitizers: every back end there and back over edge cases,
-// and whatever bytes a peer may send into the checks. Buffers have their exact size on the heap, so that a
-// read or a write beyond one is seen. What the numbers must be, the Python tests know; here the back ends
-// must agree.
+// and whatever bytes a peer may send into the checks. What the numbers must be, the Python tests know; here
+// the back ends must agree.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
-#include <functional>
 #include <limits>
-#include <memory>
-#include <numeric>
-#include <random>
 #include <sstream>
 #include <string>
-#include <thread>
 #include <vector>
 
+#include "tests/cc/harness.h"
 #include "tf_ops/codec/codebook.h"
 #include "tf_ops/codec/cpu/backend.h"
-#include "tf_ops/codec/float_types.h"
-#include "tf_ops/codec/payload.h"
 
 namespace hvd8bit {
 namespace {
-
-#define CHECK(condition)                                                             \
-  do {                                                                               \
-    if (!(condition)) {                                                              \
-      std::fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                                  \
-    }                                                                                \
-  } while (false)
-
-using Bytes = std::vector<uint8_t>;
-
-std::mt19937_64 random_bits(20161);
-
-int64_t RandomUpTo(int64_t most) { return std::uniform_int_distribution<int64_t>(0, most)(random_bits); }
-
-// A copy whose end is the end of its memory.
-std::unique_ptr<uint8_t[]> Exact(const Bytes& bytes) {
-  std::unique_ptr<uint8_t[]> copy(new uint8_t[bytes.size()]);
-  std::copy(bytes.begin(), bytes.end(), copy.get());
-  return copy;
-}
-
-// Three threads, ranges of uneven size.
-void Threads(int64_t units, int64_t /*cost*/, const std::function<void(int64_t, int64_t)>& fn) {
-  const int64_t first = units / 5, second = units / 2;
-  std::thread a([&] { fn(0, first); }), b([&] { fn(first, second); });
-  fn(second, units);
-  a.join();
-  b.join();
-}
 
 std::vector<const Backend*> Backends() {
   std::vector<const Backend*> backends;
@@ -62,95 +24,6 @@ std::vector<const Backend*> Backends() {
     CHECK(backends.back() != nullptr);
   }
   return backends;
-}
-
-// A list of tensors in memory: the element types in turn, one element off the start of their memory.
-struct List {
-  std::vector<TensorInfo> infos;
-  std::vector<std::unique_ptr<uint8_t[]>> memory;
-  std::vector<const void*> data;
-
-  explicit List(const std::vector<int64_t>& sizes) {
-    for (size_t i = 0; i < sizes.size(); ++i) {
-      const auto dtype = static_cast<DType>(i % 4 + 1);
-      infos.push_back({dtype, {sizes[i]}, sizes[i]});
-      const int64_t width = DTypeBytes(dtype);
-      memory.emplace_back(new uint8_t[width * (sizes[i] + 1)]);
-      for (int64_t at = 0; at < width * (sizes[i] + 1); ++at) {
-        memory.back()[at] = static_cast<uint8_t>(random_bits());
-      }
-      data.push_back(memory.back().get() + width);
-    }
-  }
-
-  // Where results can go that look like this list: filled, so that what is not written differs.
-  std::vector<std::unique_ptr<uint8_t[]>> Results(std::vector<void*>* out) const {
-    std::vector<std::unique_ptr<uint8_t[]>> results;
-    for (const TensorInfo& info : infos) {
-      const int64_t bytes = DTypeBytes(info.dtype) * info.elements;
-      results.emplace_back(new uint8_t[bytes]);
-      std::fill(results.back().get(), results.back().get() + bytes, 0xa5);
-      out->push_back(results.back().get());
-    }
-    return results;
-  }
-};
-
-Bytes Encode(const Plan& plan, const List& list, int64_t slice, std::vector<int64_t>* sizes) {
-  const auto chunks = SliceOfAllChunks(plan.layout, slice);
-  int64_t bytes = 0;
-  for (const auto& chunk : chunks) {
-    sizes->push_back(chunk.Bytes());
-    bytes += chunk.Bytes();
-  }
-  Bytes payload(bytes, 0xa5);
-  EncodeList(plan, chunks, slice, list.data, payload.data(), Threads);
-  return payload;
-}
-
-// All three steps for workers that hold the same list; returns every byte that was made.
-Bytes Exchange(const Plan& plan, const List& list) {
-  const int64_t shards = plan.layout.shards();
-  Bytes trace;
-  std::vector<void*> out;
-  const auto results = list.Results(&out);
-  for (int64_t slice = 0; slice < plan.layout.slices(); ++slice) {
-    std::vector<int64_t> sizes;
-    const Bytes payload = Encode(plan, list, slice, &sizes);
-    trace.insert(trace.end(), payload.begin(), payload.end());
-
-    Bytes gathered;
-    int64_t offset = 0;
-    for (int64_t shard = 0; shard < shards; ++shard) {
-      Bytes received;
-      for (int64_t worker = 0; worker < shards; ++worker) {
-        received.insert(received.end(), payload.begin() + offset, payload.begin() + offset + sizes[shard]);
-      }
-      offset += sizes[shard];
-      const auto exact = Exact(received);
-      const Layout::Chunk chunk = plan.layout.GetChunk(shard, slice);
-      const std::vector<int64_t> sent(shards, sizes[shard]);
-      CHECK(CheckShards(plan, chunk, shard, slice, exact.get(), received.size(), sent).empty());
-      Bytes reduced(chunk.Bytes(), 0xa5);
-      ReduceShards(plan, chunk, shard, slice, exact.get(), reduced.data(), Threads);
-      gathered.insert(gathered.end(), reduced.begin(), reduced.end());
-    }
-    trace.insert(trace.end(), gathered.begin(), gathered.end());
-    const auto exact = Exact(gathered);
-    const auto chunks = SliceOfAllChunks(plan.layout, slice);
-    CHECK(CheckReduced(plan, chunks, slice, exact.get(), gathered.size()).empty());
-    DecodeList(plan, chunks, exact.get(), 1.25, out, Threads);
-  }
-  for (size_t i = 0; i < out.size(); ++i) {
-    const auto* bytes = static_cast<const uint8_t*>(out[i]);
-    trace.insert(trace.end(), bytes, bytes + DTypeBytes(list.infos[i].dtype) * list.infos[i].elements);
-  }
-  return trace;
-}
-
-Plan MakePlan(const Spec& spec, const List& list, int64_t shards, int64_t slices, const Backend* backend) {
-  CHECK(CheckSpec(spec).empty());
-  return Plan{spec, Layout(list.infos, spec.block_size, shards, slices), list.infos, backend};
 }
 
 void BackEndsAgreeOverEdgeCases() {
@@ -166,9 +39,9 @@ void BackEndsAgreeOverEdgeCases() {
         const Spec spec{static_cast<uint8_t>(data_type), block_size, data_type == 3 ? 150.f : 0.f,
                         Rounding::kNearest};
         const int64_t shards = 1 + RandomUpTo(4), slices = 1 + RandomUpTo(2);
-        const Bytes expected = Exchange(MakePlan(spec, list, shards, slices, ScalarBackend()), list);
+        const Bytes expected = Exchange(Steps(), MakePlan(spec, list, shards, slices, ScalarBackend()), list);
         for (const Backend* backend : Backends()) {
-          CHECK(Exchange(MakePlan(spec, list, shards, slices, backend), list) == expected);
+          CHECK(Exchange(Steps(), MakePlan(spec, list, shards, slices, backend), list) == expected);
         }
       }
     }
@@ -240,7 +113,7 @@ void AnyBytesAreRefusedOrDecoded() {
   for (const Backend* backend : Backends()) {
     const Plan plan = MakePlan(spec, list, 3, 1, backend);
     std::vector<int64_t> sizes;
-    const Bytes payload = Encode(plan, list, 0, &sizes);
+    const Bytes payload = Encode(Steps(), plan, list, 0, &sizes);
     CHECK(Digest(plan, list, 0, {payload, sizes}));  // as the payload of decode
 
     // Cut at every length, with sizes that promise more, and with honest ones.

@@ -14,7 +14,7 @@ TF_OPS = ROOT / "tf_ops"
 INCLUDES = {
     "codec": {"std", "codec", "codebooks.inc"},
     "ops": {"std", "tensorflow"},
-    "kernels": {"std", "tensorflow", "codec"},
+    "kernels": {"std", "tensorflow", "codec", "kernels"},
 }
 """Folder -> what its files may include. Numeric code knows no framework, declarations hold no arithmetic."""
 

@@ -9,7 +9,8 @@ import hypothesis
 import numpy as np
 import pytest
 import tensorflow as tf
-from codec_cases import DTYPES, assert_same_bytes, assert_same_numbers, to_tensor
+from codec_cases import assert_same_bytes, to_tensor
+from codec_inputs import DTYPES, assert_same_numbers
 from hypothesis import strategies as st
 from test_wire import FIELDS
 

@@ -1,11 +1,24 @@
 """Settings of the unit tests: one process, no Horovod job, the same examples every time."""
 
 import os
+import pathlib
+import platform
+import shutil
+import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-import hypothesis
-import pytest
+TESTS = pathlib.Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS / "gpu"), str(TESTS)]
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import soak  # noqa: E402
+
+if "HVD8BIT_TEST_LIBRARY" in os.environ:  # test_cuda_ops.py has these tests run with another op library
+    from hvd8bit import native
+
+    native.LIBRARY = pathlib.Path(os.environ["HVD8BIT_TEST_LIBRARY"])
 
 # A shared machine is slow at times, and a failure should come back when the test is run again.
 hypothesis.settings.register_profile(
@@ -24,3 +37,22 @@ def rng():
     import numpy as np
 
     return np.random.default_rng(20161)
+
+
+@pytest.fixture
+def record_soak():
+    """`soak.record`: keeps what a soak test found."""
+    return soak.record
+
+
+@pytest.fixture(scope="session")
+def emulated_cuda(tmp_path_factory):
+    """The codec's C library with the CUDA kernels compiled for the host (tests/cc/cuda_emulation)."""
+    if shutil.which("g++") is None or platform.machine() != "x86_64":
+        pytest.skip("CUDA is emulated with g++ on x86-64 alone")
+    from build import build
+    from hvd8bit import native
+
+    path = tmp_path_factory.mktemp("emulated") / "libhvd8bit_codec.so"
+    build(path, emulate=True)
+    return native.open_c_library(path)

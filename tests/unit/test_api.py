@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import tensorflow as tf
-from codec_cases import BFLOAT16, DTYPES, assert_same_numbers
+from codec_inputs import BFLOAT16, DTYPES, assert_same_numbers
 
 import hvd8bit
 from hvd8bit import reference

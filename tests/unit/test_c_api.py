@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from codec_cases import BLOCK_SIZES, DTYPES, INPUTS, SCALINGS, as_dtype, assert_same_numbers, million
+from codec_inputs import BLOCK_SIZES, DTYPES, INPUTS, SCALINGS, as_dtype, assert_same_numbers, million
 
 from hvd8bit import c_api, native, reference
 from hvd8bit.datatypes import DATA_TYPES

@@ -1,4 +1,4 @@
-"""The op library against the NumPy reference, bit for bit, on the table of codec_cases.py."""
+"""The op library against the NumPy reference, bit for bit, on the table of codec_inputs.py."""
 
 from __future__ import annotations
 
@@ -6,18 +6,8 @@ import hypothesis
 import numpy as np
 import pytest
 import tensorflow as tf
-from codec_cases import (
-    BLOCK_SIZES,
-    DTYPES,
-    INPUTS,
-    SCALINGS,
-    as_dtype,
-    assert_ops_match_reference,
-    assert_same_numbers,
-    every_encoding,
-    million,
-    to_tensor,
-)
+from codec_cases import assert_ops_match_reference, to_tensor
+from codec_inputs import BLOCK_SIZES, DTYPES, INPUTS, SCALINGS, as_dtype, assert_same_numbers, every_encoding, million
 from hypothesis import strategies as st
 
 from hvd8bit import ops, reference

@@ -78,6 +78,14 @@ def test_sound_installation_has_no_fault_and_no_warning():
     assert statuses <= {doctor.OK, doctor.NOTE}
 
 
+WITH_GPU = {
+    "tensorflow.gpus": 1,
+    "tensorflow.gpu_capabilities": ["86"],
+    "library.info.cuda_architectures": ["sm_80", "sm_90", "compute_90"],
+    "library.info.cuda_version": "13.0",
+    "horovod.nccl": True,
+}
+
 # subject, status, what the facts differ in, words of the finding, words of the remedy
 CASES = {
     "python too new": ("Python", doctor.WARNING, {"python": [3, 13, 0]}, "3.13.0", "3.9 to 3.12"),
@@ -182,6 +190,34 @@ CASES = {
         "CUDA for sm_80, sm_90 (not built: AVX2, AVX-512)",
         "",
     ),
+    "no CUDA kernels on a machine with GPUs": (
+        "CUDA",
+        doctor.NOTE,
+        {"cuda_driver": 12080, "tensorflow.gpus": 1},
+        "gradients are coded on the CPU",
+        "NVCC",
+    ),
+    "CUDA kernels": (
+        "CUDA",
+        doctor.OK,
+        {**WITH_GPU, "cuda_driver": 13000},
+        "hvd8bit's kernels were built with CUDA 13.0",
+        "",
+    ),
+    "a driver older than the CUDA kernels": (
+        "CUDA",
+        doctor.FAULT,
+        {**WITH_GPU, "cuda_driver": 12080},
+        "the driver runs CUDA 12.8",
+        "build with nvcc of CUDA 12",
+    ),
+    "a GPU that the CUDA kernels were not built for": (
+        "CUDA",
+        doctor.FAULT,
+        {**WITH_GPU, "cuda_driver": 13000, "tensorflow.gpu_capabilities": ["75"]},
+        "for sm_80, sm_90, compute_90: none of them runs on this machine's sm_75",
+        "HVD8BIT_CUDA_ARCHS=75 make setup",
+    ),
     "host name on loopback": (
         "Host name",
         doctor.WARNING,
@@ -263,6 +299,20 @@ def test_without_tensorflow_horovod_is_not_blamed():
         "horovod": {"error": "ImportError: no", "missing": False},
     }
     assert findings(changes)["Horovod"].status == doctor.WARNING
+
+
+@pytest.mark.parametrize(
+    ("capability", "runs"),
+    [("80", True), ("86", True), ("89", True), ("75", False), ("90", True), ("100", True), ("120", True)],
+)
+def test_which_gpus_the_kernels_run_on(capability, runs):
+    """Binaries within a generation, upwards; PTX on anything newer."""
+    assert doctor._runs_on(capability, ["sm_80", "sm_90", "compute_90"]) is runs
+
+
+def test_binaries_do_not_run_on_another_generation():
+    assert not doctor._runs_on("90", ["sm_80", "sm_86"])
+    assert not doctor._runs_on("100", ["sm_90"])
 
 
 # ------------------------------------------------------------------------------------------------ for real

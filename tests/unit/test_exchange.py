@@ -9,7 +9,8 @@ import types
 import numpy as np
 import pytest
 import tensorflow as tf
-from codec_cases import DTYPES, assert_same_numbers, reference_exchange
+from codec_cases import reference_exchange
+from codec_inputs import DTYPES, assert_same_numbers
 
 from hvd8bit import exchange as exchange_module
 from hvd8bit import ops, reference

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import platform
+import re
+import shutil
+import subprocess
+
 import pytest
 import tensorflow as tf
 
@@ -72,3 +77,68 @@ def test_a_library_that_does_not_load(monkeypatch, fresh_load, tmp_path):
     assert f"built for TensorFlow {tf.__version__}, does not load with TensorFlow {tf.__version__}" in message
     assert "rebuild it" in message
     assert "the loader says" in message
+
+
+# The library loads without CUDA and without a driver, whatever it was built with.
+
+
+def tool(name: str, *arguments: str) -> str:
+    if shutil.which(name) is None:
+        pytest.skip(f"no {name} here")
+    done = subprocess.run([name, *arguments, str(native.LIBRARY)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_it_needs_no_cuda_library():
+    """CUDA's runtime is inside; a symbol of it taken from elsewhere would be TensorFlow's GPU wheel's."""
+    assert not re.findall(r"\blibcud\w*\.so\S*", tool("ldd"))
+    undefined = tool("nm", "-D", "--undefined-only")
+    assert "_ZN10tensorflow" in undefined
+    assert not re.findall(r"\S*cuda\S*", undefined, re.I)
+
+
+def test_it_gives_away_no_symbol_of_cudas():
+    """Another library in the process may have a CUDA runtime of its own."""
+    assert not re.findall(r"\scuda[A-Z]\w*", tool("nm", "-D", "--defined-only"))
+
+
+@pytest.mark.parametrize("op", ["Hvd8bitEncodeList", "Hvd8bitReduceShards", "Hvd8bitDecodeList"])
+def test_kernels_are_registered_for_what_was_built(op):
+    from tensorflow.python.framework import kernels
+
+    native.load()
+    devices = {kernel.device_type for kernel in kernels.get_registered_kernels_for_op(op).kernel}
+    assert devices == ({"CPU", "GPU"} if native.build_info()["cuda_architectures"] else {"CPU"})
+
+
+def test_cudas_version():
+    runtime, driver = native.cuda_versions()
+    info = native.build_info()
+    if info["cuda_architectures"]:
+        assert f"{runtime // 1000}.{runtime % 1000 // 10}" == info["cuda_version"]
+    else:
+        assert (runtime, driver) == (0, 0)
+        assert info["cuda_version"] == ""
+
+
+# Instructions that not every CPU has run behind the dispatch alone.
+
+# Those registers, and whatever is encoded as AVX code is, which begins with a v.
+WIDE = re.compile(r"%[yz]mm\d|%k[1-7]\b|\tv(?!err|erw)\w+ ")
+
+
+def test_wide_instructions_only_in_their_back_ends():
+    """A CPU without AVX runs all functions but those of the namespaces avx2 and avx512."""
+    listing = tool("objdump", "-d", "--no-show-raw-insn", "-C")
+    wide = set()
+    function = ""
+    for line in listing.splitlines():
+        if line.endswith(">:"):
+            function = line.partition("<")[2][:-2]
+        elif WIDE.search(line):
+            wide.add(function)
+    if platform.machine() == "x86_64":
+        assert any("avx512" in name for name in wide)
+        assert any("avx2" in name for name in wide)
+    assert not [name for name in wide if "hvd8bit::avx2::" not in name and "hvd8bit::avx512::" not in name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tensorflow as tf
-from codec_cases import as_dtype, assert_same_numbers
+from codec_inputs import as_dtype, assert_same_numbers
 
 from hvd8bit import native, ops, reference
 from hvd8bit.encoding import Encoding

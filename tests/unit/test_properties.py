@@ -9,7 +9,7 @@ import hypothesis
 import hypothesis.extra.numpy as hnp
 import numpy as np
 import pytest
-from codec_cases import codebook_values, middles, million, under_one
+from codec_inputs import codebook_values, middles, million, under_one
 from hypothesis import strategies as st
 
 import hvd8bit

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from codec_cases import middles
+from codec_inputs import middles
 
 from hvd8bit import reference
 from hvd8bit.datatypes import DATA_TYPES, codebook

@@ -15,11 +15,13 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-inline float ToFloat(float x) { return x; }
-inline float ToFloat(double x) { return static_cast<float>(x); }
-inline float ToFloat(BFloat16 x) { return BitsToFloat(static_cast<uint32_t>(x.bits) << 16); }
+HVD8BIT_HOST_DEVICE inline float ToFloat(float x) { return x; }
+HVD8BIT_HOST_DEVICE inline float ToFloat(double x) { return static_cast<float>(x); }
+HVD8BIT_HOST_DEVICE inline float ToFloat(BFloat16 x) {
+  return BitsToFloat(static_cast<uint32_t>(x.bits) << 16);
+}
 
-inline float ToFloat(Half x) {
+HVD8BIT_HOST_DEVICE inline float ToFloat(Half x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fffu) << 13;
   if (magnitude >= 0x0f800000u) {  // Inf and NaN
@@ -30,20 +32,20 @@ inline float ToFloat(Half x) {
 }
 
 template <typename T>
-T FromFloat(float x);
+HVD8BIT_HOST_DEVICE T FromFloat(float x);
 
 template <>
-inline float FromFloat<float>(float x) {
+HVD8BIT_HOST_DEVICE inline float FromFloat<float>(float x) {
   return x;
 }
 
 template <>
-inline double FromFloat<double>(float x) {
+HVD8BIT_HOST_DEVICE inline double FromFloat<double>(float x) {
   return x;
 }
 
 template <>
-inline BFloat16 FromFloat<BFloat16>(float x) {
+HVD8BIT_HOST_DEVICE inline BFloat16 FromFloat<BFloat16>(float x) {
   const uint32_t bits = FloatBits(x);
   if ((bits & 0x7fffffffu) > 0x7f800000u) {  // NaN: keep it one
     return {static_cast<uint16_t>((bits >> 16) | 0x40u)};
@@ -52,7 +54,7 @@ inline BFloat16 FromFloat<BFloat16>(float x) {
 }
 
 template <>
-inline Half FromFloat<Half>(float x) {
+HVD8BIT_HOST_DEVICE inline Half FromFloat<Half>(float x) {
   const uint32_t bits = FloatBits(x);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;

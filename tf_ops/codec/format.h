@@ -6,6 +6,13 @@
 #include <cstdint>
 #include <cstring>
 
+// For what CUDA kernels call, too.
+#if defined(__CUDACC__)
+#define HVD8BIT_HOST_DEVICE __host__ __device__
+#else
+#define HVD8BIT_HOST_DEVICE
+#endif
+
 namespace hvd8bit {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire is little-endian");
@@ -65,13 +72,13 @@ class Fnv1a {
   uint64_t value_ = 0xCBF29CE484222325ull;
 };
 
-inline uint32_t FloatBits(float value) {
+HVD8BIT_HOST_DEVICE inline uint32_t FloatBits(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   return bits;
 }
 
-inline float BitsToFloat(uint32_t bits) {
+HVD8BIT_HOST_DEVICE inline float BitsToFloat(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof value);
   return value;

@@ -70,22 +70,7 @@ class BlockRow {
 
 // Header, and zeros where no code and no scale will be written: between tensors, and before the scales.
 void PrepareChunk(const Plan& plan, const Layout::Chunk& chunk, int64_t shard, int64_t slice, uint8_t* out) {
-  ChunkHeader header{};
-  std::memcpy(header.magic, kMagic, sizeof header.magic);
-  header.version = kFormatVersion;
-  header.data_type = plan.spec.data_type;
-  header.rounding = static_cast<uint8_t>(plan.spec.rounding);
-  header.block_size = static_cast<uint32_t>(plan.spec.block_size);
-  header.shards = static_cast<uint32_t>(plan.layout.shards());
-  header.shard = static_cast<uint32_t>(shard);
-  header.slice = static_cast<uint16_t>(slice);
-  header.slices = static_cast<uint16_t>(plan.layout.slices());
-  header.elements = static_cast<uint64_t>(plan.layout.elements());
-  header.tensors = static_cast<uint32_t>(plan.layout.tensors());
-  header.blocks = static_cast<uint32_t>(chunk.blocks);
-  header.code_bytes = static_cast<uint64_t>(chunk.code_bytes);
-  header.layout_hash = plan.layout.hash();
-  header.settings_hash = SettingsHash(plan.spec);
+  const ChunkHeader header = MakeHeader(plan, chunk, shard, slice);
   std::memcpy(out, &header, sizeof header);
 
   int64_t written = 0;
@@ -115,56 +100,87 @@ std::string DescribeTensors(const std::vector<TensorInfo>& tensors) {
   return tensors.size() > kShown ? text + ", ..." : text;
 }
 
+std::string WrongSize(const std::string& sender, int64_t bytes, int64_t expected) {
+  return "the chunk from " + sender + " is truncated or oversized: " + std::to_string(bytes) +
+         " bytes where " + std::to_string(expected) + " were expected";
+}
+
 std::string CheckHeader(const Plan& plan, const Layout::Chunk& chunk, int64_t shard, int64_t slice,
                         const uint8_t* data, int64_t bytes, const std::string& sender) {
-  const auto wrong = [&](const std::string& what) { return "the chunk from " + sender + " " + what; };
   if (bytes < kHeaderBytes) {
-    return wrong("is truncated: " + std::to_string(bytes) + " bytes, a header alone has " +
-                 std::to_string(kHeaderBytes));
+    return "the chunk from " + sender + " is truncated: " + std::to_string(bytes) +
+           " bytes, a header alone has " + std::to_string(kHeaderBytes);
   }
   ChunkHeader header;
   std::memcpy(&header, data, sizeof header);
-  if (std::memcmp(header.magic, kMagic, sizeof kMagic) != 0) {
-    return wrong("is no hvd8bit chunk: its first four bytes are not 'H8BT'");
-  }
-  if (header.version != kFormatVersion) {
-    return wrong("has format version " + std::to_string(header.version) + ", this worker reads version " +
-                 std::to_string(kFormatVersion) + "; install the same hvd8bit on all workers");
-  }
-  if (header.data_type != plan.spec.data_type || header.block_size != plan.spec.block_size ||
-      header.rounding != static_cast<uint8_t>(plan.spec.rounding) ||
-      header.settings_hash != SettingsHash(plan.spec)) {
-    return wrong("was encoded with other settings: " + DescribeSettings(header.data_type, header.block_size) +
-                 ", this worker uses " + DescribeSettings(plan.spec.data_type, plan.spec.block_size) +
-                 "; settings (data_type, block_size, scaling, rounding) must be the same on all workers");
-  }
-  if (header.shards != plan.layout.shards()) {
-    return wrong("was cut for " + std::to_string(header.shards) + " workers, this worker counts " +
-                 std::to_string(plan.layout.shards()));
-  }
-  if (header.layout_hash != plan.layout.hash() ||
-      header.elements != static_cast<uint64_t>(plan.layout.elements()) ||
-      header.tensors != plan.layout.tensors() || header.slices != plan.layout.slices()) {
-    return wrong("holds other tensors: " + std::to_string(header.elements) + " elements in " +
-                 std::to_string(header.tensors) + " tensor(s), this worker has " +
-                 std::to_string(plan.layout.elements()) + " elements in " +
-                 std::to_string(plan.layout.tensors()) + ": " + DescribeTensors(plan.tensors) +
-                 "; number, order, shapes and dtypes of the tensors must be the same on all workers");
-  }
-  if (header.shard != shard || header.slice != slice) {
-    return wrong("is part " + std::to_string(header.slice) + " of shard " + std::to_string(header.shard) +
-                 " where part " + std::to_string(slice) + " of shard " + std::to_string(shard) +
-                 " was expected");
-  }
-  if (bytes != chunk.Bytes() || header.blocks != chunk.blocks ||
-      header.code_bytes != static_cast<uint64_t>(chunk.code_bytes)) {
-    return wrong("is truncated or oversized: " + std::to_string(bytes) + " bytes where " +
-                 std::to_string(chunk.Bytes()) + " were expected");
-  }
-  return "";
+  const ChunkHeader expected = MakeHeader(plan, chunk, shard, slice);
+  const std::string error = CompareHeaders(expected, header, sender, &plan.tensors);
+  return error.empty() && bytes != chunk.Bytes() ? WrongSize(sender, bytes, chunk.Bytes()) : error;
 }
 
 }  // namespace
+
+ChunkHeader MakeHeader(const Plan& plan, const Layout::Chunk& chunk, int64_t shard, int64_t slice) {
+  ChunkHeader header{};
+  std::memcpy(header.magic, kMagic, sizeof header.magic);
+  header.version = kFormatVersion;
+  header.data_type = plan.spec.data_type;
+  header.rounding = static_cast<uint8_t>(plan.spec.rounding);
+  header.block_size = static_cast<uint32_t>(plan.spec.block_size);
+  header.shards = static_cast<uint32_t>(plan.layout.shards());
+  header.shard = static_cast<uint32_t>(shard);
+  header.slice = static_cast<uint16_t>(slice);
+  header.slices = static_cast<uint16_t>(plan.layout.slices());
+  header.elements = static_cast<uint64_t>(plan.layout.elements());
+  header.tensors = static_cast<uint32_t>(plan.layout.tensors());
+  header.blocks = static_cast<uint32_t>(chunk.blocks);
+  header.code_bytes = static_cast<uint64_t>(chunk.code_bytes);
+  header.layout_hash = plan.layout.hash();
+  header.settings_hash = SettingsHash(plan.spec);
+  return header;
+}
+
+std::string CompareHeaders(const ChunkHeader& expected, const ChunkHeader& received,
+                           const std::string& sender, const std::vector<TensorInfo>* own) {
+  const auto wrong = [&](const std::string& what) { return "the chunk from " + sender + " " + what; };
+  if (std::memcmp(received.magic, expected.magic, sizeof kMagic) != 0) {
+    return wrong("is no hvd8bit chunk: its first four bytes are not 'H8BT'");
+  }
+  if (received.version != expected.version) {
+    return wrong("has format version " + std::to_string(received.version) + ", this worker reads version " +
+                 std::to_string(expected.version) + "; install the same hvd8bit on all workers");
+  }
+  if (received.data_type != expected.data_type || received.block_size != expected.block_size ||
+      received.rounding != expected.rounding || received.settings_hash != expected.settings_hash) {
+    return wrong(
+        "was encoded with other settings: " + DescribeSettings(received.data_type, received.block_size) +
+        ", this worker uses " + DescribeSettings(expected.data_type, expected.block_size) +
+        "; settings (data_type, block_size, scaling, rounding) must be the same on all workers");
+  }
+  if (received.shards != expected.shards) {
+    return wrong("was cut for " + std::to_string(received.shards) + " workers, this worker counts " +
+                 std::to_string(expected.shards));
+  }
+  if (received.layout_hash != expected.layout_hash || received.elements != expected.elements ||
+      received.tensors != expected.tensors || received.slices != expected.slices) {
+    return wrong("holds other tensors: " + std::to_string(received.elements) + " elements in " +
+                 std::to_string(received.tensors) + " tensor(s), this worker has " +
+                 std::to_string(expected.elements) + " elements in " + std::to_string(expected.tensors) +
+                 (own != nullptr ? ": " + DescribeTensors(*own) : "") +
+                 "; number, order, shapes and dtypes of the tensors must be the same on all workers");
+  }
+  if (received.shard != expected.shard || received.slice != expected.slice) {
+    return wrong("is part " + std::to_string(received.slice) + " of shard " + std::to_string(received.shard) +
+                 " where part " + std::to_string(expected.slice) + " of shard " +
+                 std::to_string(expected.shard) + " was expected");
+  }
+  if (received.blocks != expected.blocks || received.code_bytes != expected.code_bytes) {
+    return wrong("is truncated or oversized: " + std::to_string(received.code_bytes) + " codes in " +
+                 std::to_string(received.blocks) + " block(s) where " + std::to_string(expected.code_bytes) +
+                 " in " + std::to_string(expected.blocks) + " were expected");
+  }
+  return "";
+}
 
 std::string CheckSpec(const Spec& spec) {
   if (spec.data_type < 1 || spec.data_type > NumberOfDataTypes()) {
@@ -207,6 +223,25 @@ void EncodeList(const Plan& plan, const std::vector<Layout::Chunk>& chunks, int6
                                                   payload + codes, &scale);
                              WriteScale(payload + scales, piece.first_block + block, scale);
                            });
+}
+
+std::string CheckShardSizes(const Plan& plan, const Layout::Chunk& chunk, int64_t bytes,
+                            const std::vector<int64_t>& sent) {
+  if (static_cast<int64_t>(sent.size()) != plan.layout.shards()) {
+    return "chunks of " + std::to_string(sent.size()) + " workers were received where " +
+           std::to_string(plan.layout.shards()) + " were expected";
+  }
+  for (size_t worker = 0; worker < sent.size(); ++worker) {
+    if (sent[worker] != chunk.Bytes()) {
+      return WrongSize("worker " + std::to_string(worker), sent[worker], chunk.Bytes()) +
+             "; settings, and number, order, shapes and dtypes of the tensors, must be the same on all "
+             "workers";
+    }
+  }
+  const int64_t expected = plan.layout.shards() * chunk.Bytes();
+  return bytes == expected ? ""
+                           : "the payload is truncated or oversized: " + std::to_string(bytes) +
+                                 " bytes where " + std::to_string(expected) + " were expected";
 }
 
 std::string CheckShards(const Plan& plan, const Layout::Chunk& chunk, int64_t shard, int64_t slice,
@@ -275,6 +310,16 @@ std::string CheckReduced(const Plan& plan, const std::vector<Layout::Chunk>& chu
   return offset == bytes ? ""
                          : "the payload is oversized: " + std::to_string(bytes) + " bytes where " +
                                std::to_string(offset) + " were expected";
+}
+
+std::string CheckReducedSize(const std::vector<Layout::Chunk>& chunks, int64_t bytes) {
+  int64_t expected = 0;
+  for (const Layout::Chunk& chunk : chunks) {
+    expected += chunk.Bytes();
+  }
+  return bytes == expected ? ""
+                           : "the payload is truncated or oversized: " + std::to_string(bytes) +
+                                 " bytes where " + std::to_string(expected) + " were expected";
 }
 
 void DecodeList(const Plan& plan, const std::vector<Layout::Chunk>& chunks, const uint8_t* payload,

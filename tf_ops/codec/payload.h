@@ -20,6 +20,9 @@ using ParallelFor = std::function<void(int64_t units, int64_t cost,
 
 // The functions below that return a string return what is wrong, or "".
 
+inline constexpr int64_t kMaxShards = 1 << 20;
+inline constexpr int64_t kMaxSlices = 65535;  // the header has 16 bits for them
+
 // What a list op was asked to do, checked.
 struct Plan {
   Spec spec;
@@ -29,6 +32,12 @@ struct Plan {
 };
 std::string CheckSpec(const Spec& spec);
 
+// The header of one slice of a chunk.
+ChunkHeader MakeHeader(const Plan& plan, const Layout::Chunk& chunk, int64_t shard, int64_t slice);
+// What tells `received` from `expected`, of all fields; `own` are this worker's tensors, if they are at hand.
+std::string CompareHeaders(const ChunkHeader& expected, const ChunkHeader& received,
+                           const std::string& sender, const std::vector<TensorInfo>* own);
+
 // Encode one slice of every chunk. `chunks` are the layout's; they go to `payload` one after another.
 std::vector<Layout::Chunk> SliceOfAllChunks(const Layout& layout, int64_t slice);
 void EncodeList(const Plan& plan, const std::vector<Layout::Chunk>& chunks, int64_t slice,
@@ -37,6 +46,9 @@ void EncodeList(const Plan& plan, const std::vector<Layout::Chunk>& chunks, int6
 // Check what all workers sent for chunk `shard`: `bytes` of `payload`, `sent[k]` of them from worker k.
 std::string CheckShards(const Plan& plan, const Layout::Chunk& chunk, int64_t shard, int64_t slice,
                         const uint8_t* payload, int64_t bytes, const std::vector<int64_t>& sent);
+// The part of it that needs no look at the payload, and so can be had of one that a GPU holds.
+std::string CheckShardSizes(const Plan& plan, const Layout::Chunk& chunk, int64_t bytes,
+                            const std::vector<int64_t>& sent);
 // Their encoded sum, a chunk of the same size.
 void ReduceShards(const Plan& plan, const Layout::Chunk& chunk, int64_t shard, int64_t slice,
                   const uint8_t* payload, uint8_t* out, const ParallelFor& parallel_for);
@@ -44,6 +56,7 @@ void ReduceShards(const Plan& plan, const Layout::Chunk& chunk, int64_t shard, i
 // Check the chunks of one slice, one after another.
 std::string CheckReduced(const Plan& plan, const std::vector<Layout::Chunk>& chunks, int64_t slice,
                          const uint8_t* payload, int64_t bytes);
+std::string CheckReducedSize(const std::vector<Layout::Chunk>& chunks, int64_t bytes);
 // Decode them into the tensors at `out`, times `factor` / shards.
 void DecodeList(const Plan& plan, const std::vector<Layout::Chunk>& chunks, const uint8_t* payload,
                 double factor, const std::vector<void*>& out, const ParallelFor& parallel_for);

@@ -1,39 +1,8 @@
-// CPU kernels of the ops: check inputs, allocate, call the codec, report what is wrong as a status.
-#include <limits>
-#include <string>
-#include <vector>
-
-#include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/framework/register_types.h"
-#include "tensorflow/core/platform/errors.h"
-#include "tensorflow/core/platform/logging.h"
-#include "tf_ops/codec/codebook.h"
-#include "tf_ops/codec/payload.h"
+// The ops on CPUs.
+#include "tf_ops/kernels/list_ops.h"
 
 namespace hvd8bit {
 namespace {
-
-using tensorflow::OpInputList;
-using tensorflow::OpKernel;
-using tensorflow::OpKernelConstruction;
-using tensorflow::OpKernelContext;
-using tensorflow::Tensor;
-using tensorflow::TensorShape;
-
-constexpr int64_t kMaxShards = 1 << 20;
-
-DType DTypeOf(tensorflow::DataType dtype) {
-  switch (dtype) {
-    case tensorflow::DT_DOUBLE:
-      return DType::kFloat64;
-    case tensorflow::DT_HALF:
-      return DType::kFloat16;
-    case tensorflow::DT_BFLOAT16:
-      return DType::kBFloat16;
-    default:  // the op's declaration lets no other pass
-      return DType::kFloat32;
-  }
-}
 
 ParallelFor OnTensorFlowsThreads(OpKernelContext* ctx) {
   auto* pool = ctx->device()->tensorflow_cpu_worker_threads()->workers;
@@ -42,178 +11,48 @@ ParallelFor OnTensorFlowsThreads(OpKernelContext* ctx) {
   };
 }
 
-// What the three ops share: settings, and the plan made of them and a call's inputs.
-class ListOp : public OpKernel {
- public:
-  explicit ListOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
-    std::string data_type;
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("data_type", &data_type));
-    spec_.data_type = static_cast<uint8_t>(DataTypeByName(data_type));
-    OP_REQUIRES(ctx, spec_.data_type != 0,
-                absl::InvalidArgumentError("data_type must be one of " + AllDataTypeNames() + ", got '" +
-                                           data_type + "'"));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("block_size", &spec_.block_size));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("fixed_scale", &spec_.fixed_scale));
-    const std::string error = CheckSpec(spec_);
-    OP_REQUIRES(ctx, error.empty(), absl::InvalidArgumentError(error));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("slices", &slices_));
-    OP_REQUIRES(ctx, slices_ <= std::numeric_limits<uint16_t>::max(),
-                absl::InvalidArgumentError("slices must be at most 65535, got " + std::to_string(slices_)));
-    if (ctx->HasAttr("slice")) {
-      OP_REQUIRES_OK(ctx, ctx->GetAttr("slice", &slice_));
-      OP_REQUIRES(ctx, slice_ < slices_,
-                  absl::InvalidArgumentError("slice must be below slices, got slice " +
-                                             std::to_string(slice_) + " of " + std::to_string(slices_)));
-    }
-    const std::string no_backend = ChooseBackend(&backend_);
-    OP_REQUIRES(ctx, no_backend.empty(), absl::InvalidArgumentError(no_backend));
+struct Cpu {
+  static std::string Prepare(const Backend** backend) { return ChooseBackend(backend); }
+
+  static std::string Late() { return ""; }
+
+  static std::string CheckShards(const Plan& plan, const Layout::Chunk& chunk, int64_t shard, int64_t slice,
+                                 const uint8_t* payload, int64_t bytes, const std::vector<int64_t>& sent) {
+    return hvd8bit::CheckShards(plan, chunk, shard, slice, payload, bytes, sent);
   }
 
- protected:
-  absl::Status MakePlan(OpKernelContext* ctx, const OpInputList& tensors, std::unique_ptr<Plan>* plan) const {
-    const Tensor* shards;
-    TF_RETURN_IF_ERROR(ctx->input("shards", &shards));
-    if (shards->dims() != 0 || shards->scalar<int32_t>()() < 1 || shards->scalar<int32_t>()() > kMaxShards) {
-      return absl::InvalidArgumentError("shards must be a scalar in [1, " + std::to_string(kMaxShards) +
-                                        "], got " + shards->DebugString());
-    }
-    std::vector<TensorInfo> infos;
-    for (const Tensor& tensor : tensors) {
-      const auto dims = tensor.shape().dim_sizes();
-      infos.push_back({DTypeOf(tensor.dtype()), {dims.begin(), dims.end()}, tensor.NumElements()});
-    }
-    Layout layout(infos, spec_.block_size, shards->scalar<int32_t>()(), slices_);
-    *plan = std::unique_ptr<Plan>(new Plan{spec_, std::move(layout), std::move(infos), backend_});
-    return absl::OkStatus();
+  static std::string CheckReduced(const Plan& plan, const std::vector<Layout::Chunk>& chunks, int64_t slice,
+                                  const uint8_t* payload, int64_t bytes) {
+    return hvd8bit::CheckReduced(plan, chunks, slice, payload, bytes);
   }
 
-  // What was received is wrong. Other workers may be waiting for this one, so the cause is logged at once.
-  absl::Status Received(const std::string& error) const {
-    LOG(ERROR) << "hvd8bit: " << name() << ": " << error;
-    return absl::InvalidArgumentError(name() + ": " + error);
+  static std::string Encode(OpKernelContext* ctx, const Plan& plan, const std::vector<Layout::Chunk>& chunks,
+                            int64_t slice, const std::vector<const void*>& data, uint8_t* payload) {
+    EncodeList(plan, chunks, slice, data, payload, OnTensorFlowsThreads(ctx));
+    return "";
   }
 
-  Spec spec_;
-  int64_t slices_ = 1, slice_ = 0;
-  const Backend* backend_ = nullptr;
-};
+  static std::string Reduce(OpKernelContext* ctx, const Plan& plan, const Layout::Chunk& chunk, int64_t shard,
+                            int64_t slice, const uint8_t* payload, uint8_t* out,
+                            const std::string& /*name*/) {
+    ReduceShards(plan, chunk, shard, slice, payload, out, OnTensorFlowsThreads(ctx));
+    return "";
+  }
 
-class EncodeListOp : public ListOp {
- public:
-  using ListOp::ListOp;
-
-  void Compute(OpKernelContext* ctx) override {
-    OpInputList tensors;
-    OP_REQUIRES_OK(ctx, ctx->input_list("tensors", &tensors));
-    std::unique_ptr<Plan> plan;
-    OP_REQUIRES_OK(ctx, MakePlan(ctx, tensors, &plan));
-    const auto chunks = SliceOfAllChunks(plan->layout, slice_);
-
-    Tensor* splits;
-    OP_REQUIRES_OK(ctx, ctx->allocate_output("splits", TensorShape({plan->layout.shards()}), &splits));
-    int64_t bytes = 0;
-    for (size_t shard = 0; shard < chunks.size(); ++shard) {
-      OP_REQUIRES(ctx, chunks[shard].Bytes() <= std::numeric_limits<int32_t>::max(),
-                  absl::InvalidArgumentError(
-                      "a chunk of " + std::to_string(chunks[shard].Bytes()) +
-                      " bytes cannot be sent, at most 2^31 - 1 can; use more slices, a smaller "
-                      "block_size or smaller tensors"));
-      splits->vec<int32_t>()(shard) = static_cast<int32_t>(chunks[shard].Bytes());
-      bytes += chunks[shard].Bytes();
+  static std::string Decode(OpKernelContext* ctx, const Plan& plan,
+                            const std::vector<std::vector<Layout::Chunk>>& slices,
+                            const std::vector<const uint8_t*>& payloads, double factor,
+                            const std::vector<void*>& out, const std::string& /*name*/) {
+    for (size_t slice = 0; slice < slices.size(); ++slice) {
+      DecodeList(plan, slices[slice], payloads[slice], factor, out, OnTensorFlowsThreads(ctx));
     }
-    Tensor* payload;
-    OP_REQUIRES_OK(ctx, ctx->allocate_output("payload", TensorShape({bytes}), &payload));
-    std::vector<const void*> data;
-    for (const Tensor& tensor : tensors) {
-      data.push_back(tensor.data());
-    }
-    EncodeList(*plan, chunks, slice_, data, payload->flat<uint8_t>().data(), OnTensorFlowsThreads(ctx));
+    return "";
   }
 };
 
-class ReduceShardsOp : public ListOp {
- public:
-  using ListOp::ListOp;
-
-  void Compute(OpKernelContext* ctx) override {
-    OpInputList like;
-    OP_REQUIRES_OK(ctx, ctx->input_list("like", &like));
-    std::unique_ptr<Plan> plan;
-    OP_REQUIRES_OK(ctx, MakePlan(ctx, like, &plan));
-    const Tensor *payload, *splits, *shard_input;
-    OP_REQUIRES_OK(ctx, ctx->input("payload", &payload));
-    OP_REQUIRES_OK(ctx, ctx->input("splits", &splits));
-    OP_REQUIRES_OK(ctx, ctx->input("shard", &shard_input));
-    OP_REQUIRES(
-        ctx, payload->dims() == 1 && splits->dims() == 1 && shard_input->dims() == 0,
-        absl::InvalidArgumentError("payload and splits must be vectors and shard a scalar, got shapes " +
-                                   payload->shape().DebugString() + ", " + splits->shape().DebugString() +
-                                   " and " + shard_input->shape().DebugString()));
-    const int64_t shard = shard_input->scalar<int32_t>()();
-    OP_REQUIRES(ctx, shard >= 0 && shard < plan->layout.shards(),
-                absl::InvalidArgumentError("shard must be in [0, " + std::to_string(plan->layout.shards()) +
-                                           "), got " + std::to_string(shard)));
-    const auto flat = splits->vec<int32_t>();
-    const std::vector<int64_t> sent(flat.data(), flat.data() + flat.size());
-    const Layout::Chunk chunk = plan->layout.GetChunk(shard, slice_);
-    const uint8_t* received = payload->flat<uint8_t>().data();
-    const std::string error =
-        CheckShards(*plan, chunk, shard, slice_, received, payload->NumElements(), sent);
-    OP_REQUIRES(ctx, error.empty(), Received(error));
-
-    Tensor* reduced;
-    OP_REQUIRES_OK(ctx, ctx->allocate_output("reduced", TensorShape({chunk.Bytes()}), &reduced));
-    ReduceShards(*plan, chunk, shard, slice_, received, reduced->flat<uint8_t>().data(),
-                 OnTensorFlowsThreads(ctx));
-  }
-};
-
-class DecodeListOp : public ListOp {
- public:
-  using ListOp::ListOp;
-
-  void Compute(OpKernelContext* ctx) override {
-    OpInputList payloads, like;
-    OP_REQUIRES_OK(ctx, ctx->input_list("payloads", &payloads));
-    OP_REQUIRES_OK(ctx, ctx->input_list("like", &like));
-    std::unique_ptr<Plan> plan;
-    OP_REQUIRES_OK(ctx, MakePlan(ctx, like, &plan));
-    const Tensor* factor;
-    OP_REQUIRES_OK(ctx, ctx->input("factor", &factor));
-    OP_REQUIRES(
-        ctx, factor->dims() == 0,
-        absl::InvalidArgumentError("factor must be a scalar, got shape " + factor->shape().DebugString()));
-
-    std::vector<std::vector<Layout::Chunk>> slices;
-    for (int64_t slice = 0; slice < slices_; ++slice) {
-      slices.push_back(SliceOfAllChunks(plan->layout, slice));
-      const Tensor& payload = payloads[static_cast<int>(slice)];
-      const std::string error =
-          CheckReduced(*plan, slices.back(), slice, payload.flat<uint8_t>().data(), payload.NumElements());
-      OP_REQUIRES(ctx, error.empty(), Received(error));
-    }
-
-    // A tensor that nobody else holds is overwritten: no second copy of the gradients.
-    int first_like, last_like;
-    OP_REQUIRES_OK(ctx, InputRange("like", &first_like, &last_like));
-    std::vector<void*> out;
-    for (int i = 0; i < like.size(); ++i) {
-      Tensor* tensor;
-      OP_REQUIRES_OK(ctx,
-                     ctx->forward_input_or_allocate_output({first_like + i}, i, like[i].shape(), &tensor));
-      out.push_back(tensor->data());
-    }
-    const auto parallel_for = OnTensorFlowsThreads(ctx);
-    for (int64_t slice = 0; slice < slices_; ++slice) {
-      DecodeList(*plan, slices[slice], payloads[static_cast<int>(slice)].flat<uint8_t>().data(),
-                 factor->scalar<double>()(), out, parallel_for);
-    }
-  }
-};
-
-REGISTER_KERNEL_BUILDER(Name("Hvd8bitEncodeList").Device(tensorflow::DEVICE_CPU), EncodeListOp);
-REGISTER_KERNEL_BUILDER(Name("Hvd8bitReduceShards").Device(tensorflow::DEVICE_CPU), ReduceShardsOp);
-REGISTER_KERNEL_BUILDER(Name("Hvd8bitDecodeList").Device(tensorflow::DEVICE_CPU), DecodeListOp);
+REGISTER_KERNEL_BUILDER(Name("Hvd8bitEncodeList").Device(tensorflow::DEVICE_CPU), EncodeListOp<Cpu>);
+REGISTER_KERNEL_BUILDER(Name("Hvd8bitReduceShards").Device(tensorflow::DEVICE_CPU), ReduceShardsOp<Cpu>);
+REGISTER_KERNEL_BUILDER(Name("Hvd8bitDecodeList").Device(tensorflow::DEVICE_CPU), DecodeListOp<Cpu>);
 
 }  // namespace
 }  // namespace hvd8bit

@@ -1,4 +1,4 @@
-"""Makes a repository of the TensorFlow that a Python has installed."""
+"""Makes a repository of the TensorFlow that a Python has installed, and of the CUDA toolkit at hand, if there is one."""
 
 _ASK = """
 import json, sys, tensorflow as tf
@@ -18,6 +18,12 @@ cc_library(
     hdrs = ["include"],
     includes = ["include"],
 )
+
+# CUDA's runtime, empty without CUDA.
+cc_library(
+    name = "cudart",
+    srcs = glob(["libcudart_static.a"]),
+)
 """
 
 def _tensorflow_configure(repository):
@@ -36,11 +42,23 @@ def _tensorflow_configure(repository):
     repository.symlink(include, "include")
     repository.symlink(library + "/libtensorflow_framework.so.2", "libtensorflow_framework.so.2")
     repository.file("python", "#!/bin/sh\nexec '%s' \"$@\"\n" % python, executable = True)
-    repository.file("flags.bzl", "TENSORFLOW_COPTS = %r\n" % [flag for flag in flags if not flag.startswith("-I")])
+    # null, or what tools/cuda_toolkit.py says; it knows which variables count.
+    asked = repository.execute([python, str(repository.path(Label("//:tools/cuda_toolkit.py")))])
+    if asked.return_code != 0:
+        fail(asked.stderr.strip().split("\n")[-1])
+    cuda = json.decode(asked.stdout)
+    nvcc = []
+    if cuda:
+        nvcc = [cuda["nvcc"]] + cuda["flags"]
+        repository.symlink(cuda["static_runtime"], "libcudart_static.a")
+    repository.file("flags.bzl", "TENSORFLOW_COPTS = %r\nNVCC = %r\n" % (
+        [flag for flag in flags if not flag.startswith("-I")],
+        nvcc,
+    ))
     repository.file("BUILD", _BUILD)
 
 tensorflow_configure = repository_rule(
     implementation = _tensorflow_configure,
-    environ = ["PYTHON_BIN_PATH", "PATH"],
+    environ = ["PYTHON_BIN_PATH", "PATH", "HVD8BIT_CUDA", "HVD8BIT_CUDA_ARCHS", "NVCC", "CUDA_HOME"],
     local = True,
 )
