@@ -24,7 +24,7 @@ _HOMES = {
     "encode": "hvd8bit.api",
     "grouped_allreduce": "hvd8bit.api",
 }
-_MODULES = ("bench", "keras", "speedup")
+_MODULES = ("bench", "keras", "parallel", "speedup")
 
 __all__ = ["__version__", *_HOMES, *_MODULES]
 

@@ -1,15 +1,17 @@
 """What moves bytes: Horovod, or a stand-in that plays N workers in one process.
 
 On a gradient's path this is the only file that calls Horovod. Both classes offer the same: `size`, `size_tensor`,
-`rank_tensor`, `alltoall`, `allgather`. Sizes are read when the step runs, not when its graph is built, since an elastic
-job changes them.
+`rank_tensor`, `alltoall`, `allgather`, and for numbers that travel as they are `gather_rows`, `swap_rows`, `add_up`.
+Sizes are read when the step runs, not when its graph is built, since an elastic job changes them. Model parallelism,
+whose graphs are made for one number of workers, reads `size` and `rank` when they are built.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
@@ -25,6 +27,16 @@ def sent_bytes() -> int:
 def reset_sent_bytes() -> None:
     """Starts the count of `sent_bytes` anew."""
     _counter().assign(0)
+
+
+@contextlib.contextmanager
+def counting(counter: tf.Variable) -> Iterator[None]:
+    """Adds to `counter`, an int64 variable, what the collectives inside send; traced ones each time they run."""
+    _also.counters = (*_also.counters, counter)
+    try:
+        yield
+    finally:
+        _also.counters = _also.counters[:-1]
 
 
 class HorovodComm:
@@ -59,6 +71,13 @@ class HorovodComm:
     def size(self) -> int:
         """Number of workers now."""
         return self.process_set.size()
+
+    def rank(self) -> int:
+        """This worker's rank within the process set, now."""
+        return self._hvd.rank() if self.process_set_id == 0 else self.process_set.rank()
+
+    def includes_this_worker(self) -> bool:
+        return self.process_set_id == 0 or self.process_set.included()
 
     def ranks(self) -> list[int]:
         """Global ranks of the workers, in order."""
@@ -125,6 +144,41 @@ class HorovodComm:
         size = tf.cast(self.size_tensor(), tf.int64)
         _count(2 * (size - 1) * element_bytes * tf.size(tensor, out_type=tf.int64) // size)
 
+    def gather_rows(self, rows, name: str) -> tf.Tensor:
+        """All workers' rows, exactly, in order of rank; any dtype, [rows, ...] with the same [...] on all workers."""
+        carried = self._unfoldable(_carried(rows))
+        return _uncarried(self._gather_exact(carried, name), rows.dtype)
+
+    def swap_rows(self, rows, splits, name: str) -> tuple[tf.Tensor, tf.Tensor]:
+        """Sends `splits[i]` rows to worker i, exactly; returns the rows that came, and how many from each."""
+        carried = self._unfoldable(_carried(rows))
+        others = tf.shape(carried, tf.int64)[0] - tf.cast(splits[self.rank()], tf.int64)
+        _count(others * tf.reduce_prod(tf.shape(carried, tf.int64)[1:]) * carried.dtype.size)
+        received, received_splits = self._hvd.alltoall(
+            carried, splits=splits, name=name, ignore_name_scope=True, process_set=self.process_set
+        )
+        return _uncarried(received, rows.dtype), received_splits
+
+    def add_up(self, tensor, name: str) -> tf.Tensor:
+        """The sum of all workers' tensors, exactly, in its dtype; the same bits on all workers."""
+        # Not Horovod's: bfloat16, nor most integers.
+        wide = {tf.bfloat16: tf.float32, tf.int16: tf.int32, tf.uint16: tf.int32, tf.bool: tf.int32}.get(tensor.dtype)
+        summed = self._unfoldable(tensor if wide is None else tf.cast(tensor, wide))
+        (total,) = self.allreduce([summed], name, op=self._hvd.Sum)
+        return tf.cast(total, tensor.dtype)
+
+    def _unfoldable(self, tensor) -> tf.Tensor:
+        """The tensor, but for TensorFlow's optimizer no constant.
+
+        Horovod's ops are not stateful: with constant input the optimizer would run them once, when it likes, and keep
+        the result.
+        """
+        if tf.executing_eagerly():
+            return tensor
+        same = tf.reshape(tensor, tf.shape(tensor) * tf.minimum(self.size_tensor(), 1))
+        same.set_shape(tensor.shape)  # an ensure_shape would let the optimizer see through it
+        return same
+
     def gather_slices(self, slices: tf.IndexedSlices, name: str, *, average: bool) -> tf.IndexedSlices:
         """Everyone's rows of a sparse gradient, exactly; divided by the number of workers for the average."""
         dtype = slices.values.dtype
@@ -190,6 +244,12 @@ class LoopbackComm:
     def size(self) -> int:
         return self._shared.workers
 
+    def rank(self) -> int:
+        return self._rank
+
+    def includes_this_worker(self) -> bool:
+        return True
+
     def size_tensor(self) -> tf.Tensor:
         return tf.constant(self._shared.workers)
 
@@ -203,6 +263,15 @@ class LoopbackComm:
 
     def allgather(self, chunk, name: str) -> tf.Tensor:
         return tf.concat(self._shared.swap(self._rank, chunk), 0)
+
+    def gather_rows(self, rows, name: str) -> tf.Tensor:
+        return self.allgather(rows, name)
+
+    def swap_rows(self, rows, splits, name: str) -> tuple[tf.Tensor, tf.Tensor]:
+        return self.alltoall(rows, splits, name)
+
+    def add_up(self, tensor, name: str) -> tf.Tensor:
+        return tf.add_n(self._shared.swap(self._rank, tensor))
 
 
 class _Loopback:
@@ -234,6 +303,26 @@ def elastic() -> bool:
     return bool(int(os.environ.get("HOROVOD_ELASTIC", 0)))
 
 
+_CARRIERS = {tf.bfloat16: tf.int16, tf.uint32: tf.int32, tf.uint64: tf.int64}
+"""Dtypes that Horovod does not move, and what carries their bits."""
+
+
+def _carried(tensor) -> tf.Tensor:
+    carrier = _CARRIERS.get(tensor.dtype)
+    return tensor if carrier is None else tf.bitcast(tensor, carrier)
+
+
+def _uncarried(tensor, dtype) -> tf.Tensor:
+    return tensor if tensor.dtype == dtype else tf.bitcast(tensor, dtype)
+
+
+class _Also(threading.local):
+    """Counters beside the one of all bytes, of this thread."""
+
+    counters: tuple[tf.Variable, ...] = ()
+
+
+_also = _Also()
 _counter_lock = threading.Lock()
 _counter_variable: tf.Variable | None = None
 
@@ -250,4 +339,5 @@ def _counter() -> tf.Variable:
 
 def _count(sent: tf.Tensor) -> None:
     with tf.device("CPU:0"):
-        _counter().assign_add(tf.cast(sent, tf.int64))
+        for counter in (_counter(), *_also.counters):
+            counter.assign_add(tf.cast(sent, tf.int64))

@@ -14,7 +14,7 @@ LEVELS = {
     0: ["datatypes"],
     1: ["encoding", "layout", "wire", "reference", "native", "speedup"],
     2: ["ops", "c_api", "collectives", "selection", "variables"],
-    3: ["exchange"],
+    3: ["exchange", "activations"],
     4: ["compression", "reduction", "api", "tape", "keras", "parallel"],
     5: ["bench", "doctor", "errors", "keras_workload", "plots", "tables", "commands", "cli", "__main__"],
 }
