@@ -57,7 +57,7 @@ def test_a_job_that_gains_and_loses_a_worker_goes_on(tmp_path, legacy):
     with netlab.NetLab(hosts=3) as lab:
 
         def run() -> None:
-            options = ["--min-np", "2", "--max-np", "3", "--slots-per-host", "1", "--elastic-timeout", "60"]
+            options = ["-np", "2", "--min-np", "2", "--max-np", "3", "--slots-per-host", "1", "--elastic-timeout", "60"]
             command = [sys.executable, JOB, tmp_path]
             jobs.append(lab.horovodrun(command, env=env, timeout=300, options=options, discovery=script))
 
