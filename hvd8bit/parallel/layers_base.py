@@ -41,6 +41,7 @@ class ParallelLayer(_KerasLayer):
                 "ActivityRegularization layer behind it"
             )
         super().__init__(**settings)
+        self.supports_jit = False  # XLA cannot compile collectives; Keras 3 asks before it turns XLA on
         if isinstance(compression, dict):
             compression = EightBit(**compression)
         self.compression = check_activation_compression(compression)

@@ -105,6 +105,18 @@ def test_equal_to_plain_layers_from_the_same_seeds(workers, name, mode, rng):
         assert difference(results[0][1][0], want) > 1e-4
 
 
+def test_keras_does_not_turn_xla_on():
+    """XLA cannot compile collectives; on machines with a GPU Keras 3 would use it by itself."""
+    assert keras.layers.Dense(3).supports_jit
+    assert not parallel.ColumnParallelDense(3).supports_jit
+
+
+def test_unknown_names_of_the_package():
+    with pytest.raises(AttributeError, match=r"no attribute 'AllGather'; it has .*all_gather"):
+        parallel.AllGather  # noqa: B018
+    assert {"all_gather", "ColumnParallelDense", "merge"} <= set(dir(parallel))
+
+
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_embedding(workers, rng):
     table = rng.standard_normal((10, 6)).astype(np.float32)
