@@ -12,7 +12,7 @@ from horovod.tensorflow import Average, Sum
 from hvd8bit import layout, ops
 from hvd8bit.compression import EightBit, EightBitCompressor, check_compression
 from hvd8bit.encoding import Encoding
-from hvd8bit.variables import tf_variable
+from hvd8bit.variables import is_sharded, tf_variable
 
 __all__ = [
     "Average",
@@ -153,11 +153,11 @@ def broadcast_variables(variables, root_rank: int = 0, process_set=None) -> None
 
     Args:
       variables: TensorFlow and Keras variables, in any nest. Number, order, shapes and dtypes must be the same on
-        all workers.
+        all workers. Those of which each worker has a part of its own (`hvd8bit.parallel`) stay as they are.
       root_rank: global rank of that worker.
       process_set: the Horovod process set; None: all workers.
     """
-    flat = [tf_variable(variable) for variable in tf.nest.flatten(variables)]
+    flat = [tf_variable(variable) for variable in tf.nest.flatten(variables) if not is_sharded(variable)]
     process_set = hvd.global_process_set if process_set is None else process_set
     if process_set.size() == 1 or not flat:
         return

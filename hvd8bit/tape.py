@@ -7,7 +7,7 @@ import tensorflow as tf
 from hvd8bit import collectives
 from hvd8bit.compression import EightBit, check_compression
 from hvd8bit.reduction import reduce_gradients
-from hvd8bit.variables import name_of, tf_variable, unique
+from hvd8bit.variables import is_sharded, name_of, tf_variable, unique
 
 
 class DistributedGradientTape:
@@ -84,14 +84,16 @@ class DistributedGradientTape:
         watched = tf.nest.map_structure(tf_variable, sources)
         gradients = tf.nest.flatten(self._tape.gradient(target, watched, output_gradients))
         flat = tf.nest.flatten(sources)
-        shared = [i for i, source in enumerate(flat) if _reference(source) not in self._local]
+        # Of a variable of which each worker has a part of its own (hvd8bit.parallel) the gradient stays as it is.
+        whole = [i for i, source in enumerate(flat) if not is_sharded(source)]
+        shared = [i for i in whole if _reference(flat[i]) not in self._local]
         names = [f"grad_{i}" if use_generic_names else name_of(flat[i]) for i in shared]
         reduced = reduce_gradients([gradients[i] for i in shared], unique(names), **self._settings)
         for i, gradient in zip(shared, reduced):
             gradients[i] = gradient
         if self._local and self._scale_local_gradients:
             size = collectives.HorovodComm(self._process_set).size_tensor()
-            for i in set(range(len(flat))) - set(shared):
+            for i in set(whole) - set(shared):
                 gradients[i] = _divided(gradients[i], size)
         return tf.nest.pack_sequence_as(sources, gradients)
 

@@ -33,6 +33,19 @@ def name_of(variable) -> str:
     return getattr(variable, "path", None) or variable.name
 
 
+def mark_sharded(variable) -> None:
+    """Says that each worker has a part of its own of a variable: no gradient of it is averaged, nor is it broadcast."""
+    variable._hvd8bit_sharded = True
+    inner = tf_variable(variable)
+    if inner is not variable:
+        inner._hvd8bit_sharded = True
+
+
+def is_sharded(variable) -> bool:
+    """Whether `mark_sharded` was said of a variable."""
+    return getattr(variable, "_hvd8bit_sharded", False)
+
+
 def unique(names: Iterable[str]) -> list[str]:
     """The names, with a number appended where one repeats: a, a#2, a#3."""
     seen: collections.Counter[str] = collections.Counter()

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd8bit import api, collectives, reduction
-from hvd8bit.variables import optimizer_variables, tf_variable
+from hvd8bit.variables import is_sharded, name_of, optimizer_variables, tf_variable
 
 
 class _Callback(keras.callbacks.Callback):
@@ -31,7 +31,8 @@ class BroadcastGlobalVariablesCallback(_Callback):
     """Gives all workers the weights and the optimizer's state of one worker when training starts.
 
     With Keras 3 that is before the first step; with Keras 2, whose optimizer makes its state in that step,
-    after it, as Horovod does. The states of metrics and random generators (dropout) stay each worker's own.
+    after it, as Horovod does. The states of metrics and random generators (dropout) stay each worker's own, and so do
+    a worker's own parts of weights (`hvd8bit.parallel`) with the optimizer's state for them.
 
     Args:
       root_rank: global rank of the worker whose values all take over.
@@ -70,7 +71,7 @@ class BroadcastGlobalVariablesCallback(_Callback):
             self._broadcast()
 
     def _broadcast(self):
-        variables = [*self.model.weights, *optimizer_variables(self.model.optimizer)]
+        variables = [*self.model.weights, *_shared_variables(self.model.optimizer, self.model.weights)]
         local = {id(tf_variable(variable)) for variable in self._local_variables}
         shared = [variable for variable in variables if id(tf_variable(variable)) not in local]
         with tf.device(self.device or None):
@@ -215,6 +216,21 @@ class LearningRateWarmupCallback(_Callback):
 
 def _is_keras3(model) -> bool:
     return int(keras.__version__.split(".")[0]) >= 3 and isinstance(model, keras.Model)
+
+
+def _shared_variables(optimizer, weights) -> list:
+    """The optimizer's variables, but for those that it keeps for a worker's own part of a weight."""
+    # Keras names what belongs to a weight after it.
+    parts = [_plain_name(weight) for weight in weights if is_sharded(weight)]
+    return [
+        variable
+        for variable in optimizer_variables(optimizer)
+        if not any(part in _plain_name(variable) for part in parts)
+    ]
+
+
+def _plain_name(variable) -> str:
+    return name_of(variable).partition(":")[0].replace("/", "_")
 
 
 def _momentum(optimizer):

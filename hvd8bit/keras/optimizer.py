@@ -34,7 +34,7 @@ import tensorflow as tf
 
 from hvd8bit import collectives, reduction
 from hvd8bit.compression import EightBit, check_compression
-from hvd8bit.variables import name_of, unique
+from hvd8bit.variables import is_sharded, name_of, unique
 
 if TYPE_CHECKING:
     from keras.optimizers import Optimizer as _KerasOptimizer
@@ -136,7 +136,10 @@ class _Reduction:
         self._thread = threading.local()  # a trace in another thread has its own gradients at hand
 
     def reduce(self, gradients, variables) -> list:
-        """The gradients of all workers, reduced. None stays None, IndexedSlices stay IndexedSlices."""
+        """The gradients of all workers, reduced. None stays None, IndexedSlices stay IndexedSlices.
+
+        Of a variable of which each worker has a part of its own (`hvd8bit.parallel`) the gradient stays as it is.
+        """
         gradients, variables = list(gradients), list(variables)
         if len(gradients) != len(variables):
             raise ValueError(
@@ -145,13 +148,17 @@ class _Reduction:
             )
         _refuse_replicas()
         self._refuse_xla()
-        return reduction.reduce_gradients(
-            gradients,
-            unique(name_of(v) for v in variables),
+        shared = [number for number, variable in enumerate(variables) if not is_sharded(variable)]
+        reduced = reduction.reduce_gradients(
+            [gradients[number] for number in shared],
+            unique(name_of(variables[number]) for number in shared),
             process_set=self.process_set,
             scope=self.scope,
             **self._arguments,
         )
+        for number, gradient in zip(shared, reduced):
+            gradients[number] = gradient
+        return gradients
 
     def agree(self, finite) -> tf.Tensor:
         """True on all workers where `finite` is true on each: one exact sum of zeros and ones."""

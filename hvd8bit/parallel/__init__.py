@@ -9,16 +9,27 @@ _HOMES = {
     "all_gather": "hvd8bit.parallel.primitives",
     "all_reduce": "hvd8bit.parallel.primitives",
     "copy": "hvd8bit.parallel.primitives",
+    "layers_for": "hvd8bit.parallel.layers",
     "measure_boundaries": "hvd8bit.parallel.report",
+    "merge": "hvd8bit.parallel.convert",
     "part_sizes": "hvd8bit.parallel.partition",
     "reduce_scatter": "hvd8bit.parallel.primitives",
     "scatter": "hvd8bit.parallel.primitives",
+    "split": "hvd8bit.parallel.convert",
 }
 
-__all__ = [*_HOMES]
+_LAYERS = ("ColumnParallelConv2D", "ColumnParallelDense", "LocallyConnected2D", "ParallelEmbedding", "RowParallelDense")
+
+__all__ = [*_HOMES, *_LAYERS]
 
 
 def __getattr__(name):
+    if name in _LAYERS:
+        import tensorflow as tf
+
+        value = getattr(importlib.import_module("hvd8bit.parallel.layers").layers_for(tf.keras), name)
+        globals()[name] = value
+        return value
     if name in _HOMES:
         value = getattr(importlib.import_module(_HOMES[name]), name)
         globals()[name] = value

@@ -1,5 +1,8 @@
 """The primitives of model parallelism between real workers: eager, traced, retraced; shapes, names, process sets."""
 
+import pathlib
+import re
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -261,8 +264,8 @@ def test_small_tensors_travel_exactly_whatever_is_known_statically(hvd):
 
 
 def test_process_sets(hvd, compression):
-    """Two pairs at once, or one alone."""
-    if hvd.size() < 2:
+    """Two pairs at once, or one and a worker alone."""
+    if hvd.size() < 3:
         return
     pairs = [[r for r in (2 * k, 2 * k + 1) if r < hvd.size()] for k in range((hvd.size() + 1) // 2)]
     sets = [hvd.add_process_set(pair) for pair in pairs]
@@ -305,6 +308,42 @@ def test_different_batches_are_an_error_on_every_worker(hvd, compression, primit
 
     with pytest.raises(tf.errors.OpError):
         (tf.function(fn) if traced else fn)(tf.ones([5 if rank == 1 else 4, 8]))
+
+
+PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "model-parallelism.md"
+
+
+@pytest.mark.parametrize("batch", [64, 1024])
+def test_the_pages_formulas_are_what_is_counted(hvd, compression, batch):
+    """docs/model-parallelism.md: bytes of each primitive, forward and backward, equal parts."""
+    workers, rank = hvd.size(), hvd.rank()
+    if workers == 1:
+        return
+    width = 64 * workers
+    rows = re.findall(
+        r"^\| `(\w+)`(, `gradient=\"sum\"`)? \| [^|]+ \| `([^`]+)` \| `([^`]+)` \|$", PAGE.read_text("utf-8"), re.M
+    )
+    assert len(rows) == 6
+
+    def chunk(elements):
+        return 64 + -(-elements // 4) * 4 + -(-elements // 1024) * 4 if compression is not None else 4 * elements
+
+    for primitive, gradient, *formulas in rows:
+        own_part = primitive == "all_gather"
+        x = tf.constant(value(rank, [batch, width // workers if own_part else width]))
+        settings = {} if primitive in ("copy", "all_reduce") else {"axis": 1}
+        if own_part:
+            settings.update(gradient="sum" if gradient else "slice", sizes=[width // workers] * workers)
+        with parallel.measure_boundaries() as report, tf.GradientTape() as tape:
+            tape.watch(x)
+            y = getattr(parallel, primitive)(x, compression=compression, name="page", **settings)
+            tape.gradient(y, x)
+        counted = {row["direction"]: row["sent_bytes"] for row in report.rows()}
+        for direction, formula in zip(("forward", "backward"), formulas):
+            expected = eval(formula, {"N": workers, "n": batch * width // 1, "chunk": lambda m: chunk(int(m))})
+            assert counted.get(direction, 0) == expected, (primitive, gradient, direction)
+            if compression is not None and 4 * batch * width / workers >= 2**20:
+                assert expected <= 0.27 * eval(formula, {"N": workers, "n": batch * width, "chunk": lambda m: 4 * m})
 
 
 def test_reports(hvd, compression):

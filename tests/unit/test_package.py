@@ -20,7 +20,7 @@ def run_python(code: str) -> str:
 
 def test_importing_loads_neither_tensorflow_nor_horovod():
     code = (
-        "import sys, json, hvd8bit; dir(hvd8bit); hvd8bit.__version__; "
+        "import sys, json, hvd8bit; dir(hvd8bit); hvd8bit.__version__; dir(hvd8bit.parallel); "
         "hvd8bit.codebook('linear'); hvd8bit.Selection(3); "
         "from hvd8bit import layout, encoding, reference, wire, native; native.find(), native.build_info(); "
         "print(json.dumps(sorted(m.partition('.')[0] for m in sys.modules)))"

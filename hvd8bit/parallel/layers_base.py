@@ -1,0 +1,191 @@
+"""What the parallel layers share: parts of weights, boundaries, configuration. For Keras 3 and Keras 2 alike."""
+
+from __future__ import annotations
+
+import numbers
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from hvd8bit.collectives import HorovodComm
+from hvd8bit.compression import EightBit, EightBitCompressor
+from hvd8bit.parallel import primitives
+from hvd8bit.parallel.boundary import check_activation_compression, comm_of
+from hvd8bit.parallel.partition import part_range, part_sizes
+from hvd8bit.variables import mark_sharded
+
+if TYPE_CHECKING:
+    from tensorflow.keras.layers import Layer as _KerasLayer
+else:
+    _KerasLayer = object
+
+_known_process_sets: dict[tuple[int, ...], object] = {}
+"""By ranks, those that layers were given: a configuration can name ranks only."""
+
+
+class ParallelLayer(_KerasLayer):
+    """Mixed in before a Keras layer class, that of `self.keras`; see `hvd8bit.parallel.layers`.
+
+    A worker holds its part of each weight. It starts as that part of what the initializer gives for the whole weight,
+    so that with the same seed the layer equals the whole one, whatever the number of workers. While it is made, a
+    worker holds the whole weight for a moment.
+    """
+
+    keras: Any
+
+    def __init__(self, *, compression=EightBit, process_set=None, **settings):
+        if settings.get("activity_regularizer") is not None:
+            raise ValueError(
+                f"activity_regularizer must be None for {type(self).__name__}, got "
+                f"{settings['activity_regularizer']!r}: a worker may see a part of the output only; put an "
+                "ActivityRegularization layer behind it"
+            )
+        super().__init__(**settings)
+        self.supports_jit = False  # XLA cannot compile collectives; Keras 3 asks before it turns XLA on
+        if isinstance(compression, dict):
+            compression = EightBit(**compression)
+        self.compression = check_activation_compression(compression)
+        self._process_set = _process_set_of(process_set)
+        self._parts: dict[str, tuple[tuple[int, ...], int | None]] = {}
+
+    # ---- who takes part ----
+
+    @property
+    def comm(self):
+        """The workers that share the layer."""
+        return comm_of(self._process_set, self.compression)
+
+    @property
+    def workers(self) -> int:
+        """How many they are."""
+        return self.comm.size()
+
+    def _exchange(self, boundary: str) -> dict:
+        """Arguments of a primitive at one of the layer's boundaries."""
+        return {
+            "compression": self.compression,
+            "process_set": self._process_set,
+            "name": f"{self.name}/{boundary}",
+        }
+
+    def _copy(self, x):
+        return primitives.copy(x, **self._exchange("input"))
+
+    def _gather(self, y, units: int):
+        """The whole output of parts that are split by its last dimension."""
+        sizes = part_sizes(units, self.workers)
+        return primitives.all_gather(y, axis=-1, sizes=sizes, **self._exchange("output"))
+
+    # ---- weights ----
+
+    def _add_part(self, name: str, shape, axis: int | None, initializer):
+        """This worker's part of a weight of the whole shape, cut along `axis`; None: all of it, on all workers."""
+        shape = tuple(int(dimension) for dimension in shape)
+        self._parts[name] = (shape, axis)
+        if axis is None or self.workers == 1:
+            return self.add_weight(name=name, shape=shape, initializer=initializer, trainable=True)
+        start, stop = part_range(shape[axis], self.workers, self.comm.rank())
+
+        def initial_part(_, dtype=None, **settings):
+            whole = tf.convert_to_tensor(initializer(shape, dtype=dtype))
+            return whole[(slice(None),) * axis + (slice(start, stop),)]
+
+        own = (*shape[:axis], stop - start, *shape[axis + 1 :])
+        weight = self.add_weight(name=name, shape=own, initializer=initial_part, trainable=True)
+        mark_sharded(weight)
+        return weight
+
+    def whole_weights(self) -> list:
+        """The whole weights as arrays, in the order of `get_weights()`. All workers must call it."""
+        whole = []
+        for number, ((name, (shape, axis)), part) in enumerate(zip(self._parts.items(), self.get_weights())):
+            if axis is None or self.workers == 1:
+                whole.append(part)
+                continue
+            sizes = part_sizes(shape[axis], self.workers)
+            gathered = primitives.all_gather(
+                tf.constant(part),
+                axis=axis,
+                sizes=sizes,
+                compression=None,
+                process_set=self.comm,
+                name=f"{self.name}/{name}_{number}",
+            )
+            whole.append(gathered.numpy())
+        return whole
+
+    def set_whole_weights(self, weights) -> None:
+        """Takes over this worker's part of whole weights, in the order of `get_weights()`."""
+        own = []
+        for (name, (shape, axis)), weight in zip(self._parts.items(), weights):
+            if tuple(weight.shape) != shape:
+                raise ValueError(f"{self.name}: {name} must have the shape {shape}, got {tuple(weight.shape)}")
+            if axis is not None:
+                start, stop = part_range(shape[axis], self.workers, self.comm.rank())
+                weight = weight[(slice(None),) * axis + (slice(start, stop),)]
+            own.append(weight)
+        self.set_weights(own)
+
+    # ---- configuration ----
+
+    def get_config(self):
+        """The layer's settings; the same on all workers, and nothing of how many there are."""
+        config = super().get_config()
+        config["compression"] = None if self.compression is None else _settings_of(self.compression)
+        config["process_set"] = _ranks_of(self._process_set)
+        return config
+
+    def _check_units(self, argument: str, value: int) -> None:
+        if value < self.workers:
+            raise ValueError(
+                f"{argument} must be at least the number of workers, {self.workers}, got {value} for layer "
+                f"{self.name!r}: each worker takes a part; use the plain Keras layer, or a smaller process_set"
+            )
+
+
+def positive(argument: str, value) -> int:
+    """The argument as an integer; raises ValueError unless it is one of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ValueError(f"{argument} must be an integer of at least 1, got {value!r}")
+    return int(value)
+
+
+def last_dimension(layer, input_shape) -> int:
+    """The size of the input's last dimension, which a layer's weights need."""
+    size = input_shape[-1]
+    if size is None:
+        raise ValueError(
+            f"the last dimension of the input of layer {layer.name!r} must be known, got shape {tuple(input_shape)}"
+        )
+    return int(size)
+
+
+def _settings_of(compression: EightBitCompressor) -> dict:
+    return {
+        "data_type": compression.encoding.data_type,
+        "block_size": compression.encoding.block_size,
+        "scaling": compression.encoding.scaling,
+        "rounding": compression.encoding.rounding,
+        "min_elements": compression.select.min_elements,
+    }
+
+
+def _ranks_of(process_set):
+    if process_set is None:
+        return None
+    return process_set.ranks() if isinstance(process_set, HorovodComm) else list(process_set.ranks)
+
+
+def _process_set_of(process_set):
+    """A process set, also by its ranks, as a configuration names it."""
+    if isinstance(process_set, (list, tuple)):
+        ranks = tuple(process_set)
+        if ranks not in _known_process_sets:
+            raise ValueError(
+                f"process_set of ranks {list(ranks)} is not known in this process; make it with hvd.add_process_set, "
+                "and give it to a layer, or to hvd8bit.parallel.split, before"
+            )
+        return _known_process_sets[ranks]
+    if process_set is not None and getattr(process_set, "ranks", None) and not callable(process_set.ranks):
+        _known_process_sets[tuple(process_set.ranks)] = process_set
+    return process_set

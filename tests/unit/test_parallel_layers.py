@@ -1,0 +1,161 @@
+"""Parallel layers among threads of one process, against the plain layers of Keras."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvd8bit import EightBit, parallel
+from hvd8bit.collectives import LoopbackComm
+from hvd8bit.parallel.partition import part_range
+from hvd8bit.variables import is_sharded
+
+ALL = EightBit(min_elements=0)
+SEED = 4
+
+
+def column(**settings):
+    return [parallel.ColumnParallelDense(11, activation="tanh", name="column", **settings)]
+
+
+def row(**settings):
+    return [parallel.RowParallelDense(9, bias_initializer="ones", name="row", **settings)]
+
+
+def chained(**settings):
+    return [
+        parallel.ColumnParallelDense(11, activation="tanh", gather_output=False, name="first", **settings),
+        parallel.RowParallelDense(9, input_is_parallel=True, input_units=11, name="second", **settings),
+    ]
+
+
+def convolution(**settings):
+    return [parallel.ColumnParallelConv2D(10, 3, strides=2, padding="same", name="convolution", **settings)]
+
+
+# Name -> shape of an input, the layers, the plain ones.
+CASES = {
+    "column": ((13,), column, lambda: [keras.layers.Dense(11, activation="tanh")]),
+    "row": ((13,), row, lambda: [keras.layers.Dense(9, bias_initializer="ones")]),
+    "chained": ((13,), chained, lambda: [keras.layers.Dense(11, activation="tanh"), keras.layers.Dense(9)]),
+    "convolution": ((7, 6, 3), convolution, lambda: [keras.layers.Conv2D(10, 3, strides=2, padding="same")]),
+}
+
+
+def passed(layers, x):
+    """Output, gradients by the input and the weights."""
+    x = tf.constant(x)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = x
+        for layer in layers:
+            y = layer(y)
+        loss = tf.reduce_sum(tf.sin(y))
+    weights = [weight.value for layer in layers for weight in layer.trainable_variables]
+    dx, *by_weights = tape.gradient(loss, [x, *weights])
+    return y.numpy(), dx.numpy(), [gradient.numpy() for gradient in by_weights]
+
+
+def difference(got, want):
+    assert got.shape == want.shape
+    return np.linalg.norm(got.astype(np.float64) - want) / np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("mode", ["float32", "float64", "eightbit"])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_equal_to_plain_layers_from_the_same_seeds(workers, name, mode, rng):
+    shape, split, plain = CASES[name]
+    dtype = "float64" if mode == "float64" else "float32"
+    forward, backward = {"float32": (1e-6, 1e-5), "float64": (1e-14, 1e-13), "eightbit": (0.02, 0.04)}[mode]
+    x = rng.standard_normal((40, *shape)).astype(dtype)
+    whole = plain()
+    for number, layer in enumerate(whole):
+        layer.kernel_initializer = keras.initializers.GlorotUniform(seed=SEED + number)
+        layer.dtype_policy = keras.DTypePolicy(dtype)
+    want, want_dx, want_weights = passed(whole, x)
+
+    def work(comm):
+        settings = {"compression": ALL if mode == "eightbit" else None, "process_set": comm, "dtype": dtype}
+        layers = split(**settings)
+        for number, layer in enumerate(layers):
+            layer.kernel_initializer = keras.initializers.GlorotUniform(seed=SEED + number)
+        return layers, passed(layers, x), [w for layer in layers for w in layer.whole_weights()]
+
+    results = LoopbackComm.run(workers, work)
+    for rank, (layers, (y, dx, by_weights), weights) in enumerate(results):
+        for got, weight in zip(weights, [w for layer in whole for w in layer.get_weights()]):
+            np.testing.assert_array_equal(got, weight)
+        assert difference(y, want) <= forward
+        assert difference(dx, want_dx) <= backward
+        parts = [part for layer in layers for part in layer._parts.values()]
+        assert len(parts) == len(by_weights) == len(want_weights)
+        for got, weight, (full, axis) in zip(by_weights, want_weights, parts):
+            assert weight.shape == full
+            if axis is not None:
+                weight = np.take(weight, range(*part_range(full[axis], workers, rank)), axis)
+            assert difference(got, weight) <= backward
+        marked = [is_sharded(weight) for layer in layers for weight in layer.weights]
+        assert marked == [axis is not None and workers > 1 for _, axis in parts]
+        assert y.tobytes() == results[0][1][0].tobytes()
+        assert dx.tobytes() == results[0][1][1].tobytes()
+    if mode == "eightbit" and workers > 1:
+        assert difference(results[0][1][0], want) > 1e-4
+
+
+def test_keras_does_not_turn_xla_on():
+    """XLA cannot compile collectives; on machines with a GPU Keras 3 would use it by itself."""
+    assert keras.layers.Dense(3).supports_jit
+    assert not parallel.ColumnParallelDense(3).supports_jit
+
+
+def test_unknown_names_of_the_package():
+    with pytest.raises(AttributeError, match=r"no attribute 'AllGather'; it has .*all_gather"):
+        parallel.AllGather  # noqa: B018
+    assert {"all_gather", "ColumnParallelDense", "merge"} <= set(dir(parallel))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_embedding(workers, rng):
+    table = rng.standard_normal((10, 6)).astype(np.float32)
+    ids = np.array([[0, 9, 3], [3, 5, 9]])
+
+    def work(comm):
+        layer = parallel.ParallelEmbedding(10, 6, compression=None, process_set=comm)
+        layer.build()
+        layer.set_whole_weights([table])
+        with tf.GradientTape() as tape:
+            y = layer(tf.constant(ids))
+            loss = 2 * tf.reduce_sum(y)
+        gradient = tf.convert_to_tensor(tape.gradient(loss, layer.embeddings.value))
+        return y.numpy(), gradient.numpy()
+
+    want = np.zeros_like(table)
+    np.add.at(want, ids.reshape(-1), 2)
+    for rank, (y, gradient) in enumerate(LoopbackComm.run(workers, work)):
+        np.testing.assert_array_equal(y, table[ids])
+        np.testing.assert_array_equal(gradient, want[slice(*part_range(10, workers, rank))])
+
+
+def test_chained_layers_exchange_nothing_between(rng):
+    """One exchange forward, one backward, for both."""
+
+    class Spy:
+        def __init__(self, comm):
+            self._comm, self.calls = comm, []
+
+        def __getattr__(self, name):
+            return getattr(self._comm, name)
+
+        def allgather(self, chunk, name):
+            self.calls.append(name)
+            return self._comm.allgather(chunk, name)
+
+    def work(comm):
+        spy = Spy(comm)
+        passed(chained(process_set=spy, compression=ALL), rng.standard_normal((40, 13)).astype(np.float32))
+        return spy.calls
+
+    assert LoopbackComm.run(2, work)[0] == ["hvd8bit_second_output_allgather_0", "hvd8bit_first_input_grad_allgather_0"]
