@@ -1,4 +1,4 @@
-"""The command line: python -m experiments list | run | status."""
+"""The command line: python -m experiments list | run | status | quick."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def main(arguments: list[str] | None = None) -> int:
     """0: all that was asked for has its row; 1: something is left; 2: usage, or missing data."""
     options = _parser().parse_args(arguments)
     try:
-        return {"list": _list, "status": _status, "run": _run}[options.command](options)
+        return {"list": _list, "status": _status, "run": _run, "quick": _quick}[options.command](options)
     except ValueError as error:
         print(f"experiments: {error}", file=sys.stderr)
         return 2
@@ -31,9 +31,15 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--arms", help="some arms only, e.g. none,dynamic_tree/1024")
         command.add_argument("--seeds", help="some seeds only, e.g. 0..4")
         command.add_argument("--results", type=pathlib.Path, default=results.FOLDER, help="folder of the CSV files")
-    command.add_argument("--data_dir", help="where tensorflow-datasets has prepared MNIST and CIFAR-10")
-    command.add_argument("--threads", type=int, default=0, help="of TensorFlow; 0: one for each core")
-    command.add_argument("--minutes", type=float, default=math.inf, help="start no run after so many minutes")
+    quick = commands.add_parser("quick", help="make some runs of a table's row anew and compare: about 10 minutes")
+    for train in (command, quick):
+        train.add_argument(
+            "--data_dir",
+            default="~/tensorflow_datasets",
+            help="where tensorflow-datasets has prepared MNIST and CIFAR-10 (default: %(default)s)",
+        )
+        train.add_argument("--threads", type=int, default=0, help="of TensorFlow; 0: one for each core")
+        train.add_argument("--minutes", type=float, default=math.inf, help="start no run after so many minutes")
     return parser
 
 
@@ -98,6 +104,19 @@ def _run(options) -> int:
     if missing:
         print(f"{missing} runs left; the same command goes on")
     return 1 if missing else 0
+
+
+def _quick(options) -> int:
+    from experiments import quick
+
+    options.what, options.arms, options.seeds = quick.WHAT, ",".join(quick.ARMS), quick.SEEDS
+    options.results = quick.folder()
+    status = _run(options)
+    if status:
+        return status
+    lines, good = quick.compare(results.Results(options.what.partition("/")[0], options.results))
+    print("\n".join(lines))
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

@@ -206,7 +206,8 @@ def parse(suite: str, text: str) -> list[Experiment]:
         settings["seeds"] = parse_numbers(settings["seeds"])
         settings["arms"] = tuple(settings["arms"])
         settings["learning_rate"] = float(settings["learning_rate"])
-        settings["options"] = tuple(sorted((settings.get("options") or {}).items()))
+        options = settings.get("options") or {}
+        settings["options"] = tuple((key, _frozen(options[key])) for key in sorted(options))
         experiments.append(Experiment(suite=suite, name=str(name), **settings))
     return experiments
 
@@ -255,6 +256,10 @@ def select(what: str, arms: str | None = None, seeds: str | None = None) -> list
         for arm in experiment.arms
         if wanted_arms is None or arm in wanted_arms
     ]
+
+
+def _frozen(value):
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def _one_of(experiment: Experiment, key: str, values: tuple[str, ...]) -> None:

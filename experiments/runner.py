@@ -129,6 +129,7 @@ class Show:
         self._bar.start()
         if not self._console.is_terminal:
             self._say(f"{self._done} of {self._total} runs have been made already")
+            self._last_line = -math.inf
         return self
 
     def __exit__(self, *_):

@@ -154,3 +154,22 @@ def agree(some: Sequence[float], others: Sequence[float]) -> tuple[bool, float]:
     pooled = (((a - a.mean()) ** 2).sum() + ((b - b.mean()) ** 2).sum()) / freedom
     half = float(stats.t.ppf(1 - LEVEL / 2, freedom)) * math.sqrt(pooled * (1 / len(a) + 1 / len(b)))
     return abs(a.mean() - b.mean()) <= half, half
+
+
+def paired_p(differences: Sequence[float]) -> float:
+    """p of the two-sided paired t-test of at least two differences."""
+    sd = float(np.std(differences, ddof=1))
+    if sd == 0:
+        return 1.0 if differences[0] == 0 else 0.0
+    t = float(np.mean(differences)) / (sd / math.sqrt(len(differences)))
+    return float(2 * stats.t.sf(abs(t), len(differences) - 1))
+
+
+def holm(p_values: dict[str, float]) -> set[str]:
+    """The names whose p stays below `LEVEL` when all are tested together (Holm 1979)."""
+    kept = set()
+    for rank, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):
+        if p_values[name] * (len(p_values) - rank) >= LEVEL:
+            break
+        kept.add(name)
+    return kept
