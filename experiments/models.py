@@ -64,9 +64,10 @@ class SplitDense(keras.layers.Layer):
         self.units, self.workers, self.arm = units, workers, arm
         self.activation = keras.activations.get(activation)
         self.exact_input = exact_input
+        self._initializer = keras.initializers.GlorotUniform()  # takes its seed here, as whole layers do
 
     def build(self, shape):
-        whole = keras.initializers.GlorotUniform()((shape[-1], self.units))
+        whole = self._initializer((shape[-1], self.units))
         self.kernels, self.biases = [], []
         for worker, part in enumerate(tf.split(whole, part_sizes(self.units, self.workers), axis=1)):
             self.kernels.append(self.add_weight(name=f"kernel_{worker}", shape=part.shape, initializer=_value(part)))
@@ -88,11 +89,12 @@ class Local(keras.layers.Layer):
     def __init__(self, filters: int, workers: int, arm: Arm):
         super().__init__()
         self.filters, self.workers, self.arm = filters, workers, arm
+        self._initializer = keras.initializers.HeUniform()
 
     def build(self, shape):
         _, height, width, channels = shape
         self.places, inputs = height * width, 9 * channels
-        whole = keras.initializers.HeUniform()((inputs, self.places * self.filters))
+        whole = self._initializer((inputs, self.places * self.filters))
         whole = tf.transpose(tf.reshape(whole, (inputs, self.places, self.filters)), (1, 0, 2))
         self.kernels, self.biases = [], []
         for worker, part in enumerate(tf.split(whole, part_sizes(self.filters, self.workers), axis=2)):
