@@ -7,12 +7,14 @@ missing. In mode "data" all is `lower`, in mode "model" all is `upper`.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+import hvd8bit
 from experiments import rounding
 from experiments.configuration import Arm, Experiment
 
@@ -55,8 +57,8 @@ class Dropout(keras.layers.Layer):
 class SplitDense(keras.layers.Layer):
     """A dense layer cut by outputs over played workers; every value that they would exchange is rounded.
 
-    `hvd8bit.parallel.ColumnParallelDense(gather_output=True)`, all workers in one process: each computes its columns
-    and the activation function, then all columns are gathered. Backward, the error signals are added up.
+    `hvd8bit.parallel.ColumnParallelDense`, all workers in one process: each computes its columns, all columns are
+    gathered, and everyone takes the activation function of them. Backward, the error signals are added up.
     """
 
     def __init__(self, units: int, workers: int, arm: Arm, activation=None, exact_input: bool = False):
@@ -76,8 +78,8 @@ class SplitDense(keras.layers.Layer):
     def call(self, x):
         # The first layer's input needs no error signal.
         xs = [x] * self.workers if self.exact_input else rounding.fan_out(x, self.workers, self.arm)
-        parts = [self.activation(tf.matmul(x, k) + b) for x, k, b in zip(xs, self.kernels, self.biases)]
-        return rounding.gather(parts, self.arm)
+        parts = [tf.matmul(x, kernel) + bias for x, kernel, bias in zip(xs, self.kernels, self.biases)]
+        return self.activation(rounding.gather(parts, self.arm))
 
 
 class Local(keras.layers.Layer):
@@ -109,8 +111,8 @@ class Local(keras.layers.Layer):
             _, height, width, inputs = patches.shape
             rows = tf.transpose(tf.reshape(patches, (-1, height * width, inputs)), (1, 0, 2))
             out = tf.transpose(tf.matmul(rows, kernel), (1, 0, 2)) + bias
-            parts.append(tf.nn.relu(tf.reshape(out, (-1, height, width, kernel.shape[2]))))
-        return rounding.gather(parts, self.arm)
+            parts.append(tf.reshape(out, (-1, height, width, kernel.shape[2])))
+        return tf.nn.relu(rounding.gather(parts, self.arm))
 
 
 class ContrastNormalization(keras.layers.Layer):
@@ -139,6 +141,8 @@ def mlp(experiment: Experiment, arm: Arm, clock: Clock, shape: Sequence[int]) ->
     split = experiment.mode == "model"
 
     def dense(units, activation=None, first=False):
+        if split and experiment.exchange == "real":
+            return _parallel_dense(units, activation, arm, experiment.min_elements)
         if split:
             return SplitDense(units, experiment.workers, arm, activation, exact_input=first)
         return keras.layers.Dense(units, activation)
@@ -151,6 +155,22 @@ def mlp(experiment: Experiment, arm: Arm, clock: Clock, shape: Sequence[int]) ->
     layers += [Dropout(dropout[len(hidden)], clock, len(hidden)), dense(10)]
     model = keras.Sequential(layers)
     return Net(None, model) if split else Net(model, None)
+
+
+def _parallel_dense(units: int, activation, arm: Arm, min_elements: int):
+    """The product's own layer; this worker's part of it."""
+    if arm.text == "fp16":
+        raise ValueError("activations of real workers travel in 32 or 8 bits, got arm fp16")
+    parallel = importlib.import_module("hvd8bit.parallel")
+    return parallel.ColumnParallelDense(units, activation=activation, compression=compression_of(arm, min_elements))
+
+
+def compression_of(arm: Arm, min_elements: int):
+    """What to give to `compression=` of hvd8bit: `EightBit` with the arm's settings; None for 32 bit."""
+    if arm.encoding is None:
+        return None
+    settings = {key: getattr(arm.encoding, key) for key in ("data_type", "block_size", "scaling")}
+    return hvd8bit.EightBit(**settings, min_elements=min_elements)
 
 
 def transformer(experiment: Experiment, arm: Arm, clock: Clock, shape: Sequence[int]) -> Net:

@@ -52,6 +52,8 @@ class Training:
     """
 
     def __init__(self, experiment: Experiment, arm: str, seed: int, data: Data, worker: Worker | None = None):
+        if worker is not None and experiment.mode == "hybrid":
+            raise ValueError(f"{experiment.id}: real workers have modes data and model, got hybrid")
         if (experiment.exchange == "real") != (worker is not None):
             raise ValueError(
                 f"{experiment.id}: exchange {experiment.exchange} does not go with {worker or 'no worker'}"
@@ -71,7 +73,9 @@ class Training:
         optimizer = keras.optimizers.get(
             {"class_name": experiment.optimizer, "config": {"learning_rate": experiment.learning_rate}}
         )
-        self.optimizer = _distributed(optimizer, experiment, self.arm) if worker is not None else optimizer
+        # In mode "model" each real worker's weights are its own, and so are their gradients.
+        exchanged = worker is not None and experiment.mode == "data"
+        self.optimizer = _distributed(optimizer, experiment, self.arm) if exchanged else optimizer
         self.optimizer.build(self.variables)
         self._images, self._labels = tf.constant(data.train_images), tf.constant(data.train_labels)
         self._many_steps = tf.function(self._run_steps, autograph=True)
@@ -99,8 +103,16 @@ class Training:
         return 100.0 * wrong / len(images)
 
     def digest(self) -> str:
-        """SHA-256 of the weights."""
-        return hashlib.sha256(b"".join(variable.numpy().tobytes() for variable in self.variables)).hexdigest()
+        """SHA-256 of the weights, of all workers' where each has its own: then all workers must call it."""
+        weights = [variable.numpy() for variable in self.variables]
+        if self.worker is not None and self.experiment.mode == "model":
+            import horovod.tensorflow as hvd
+
+            of_workers = hvd.allgather_object(weights, name="experiments_weights")
+            # Layer by layer (kernel and bias), worker by worker, as played ones are kept.
+            layers = range(0, len(weights), 2)
+            weights = [part for at in layers for own in of_workers for part in own[at : at + 2]]
+        return hashlib.sha256(b"".join(part.tobytes() for part in weights)).hexdigest()
 
     def _models(self) -> list[keras.Model]:
         return [model for model in (self.net.lower, self.net.upper) if model is not None]
@@ -120,7 +132,7 @@ class Training:
 
     def _step(self, batch, step):
         batch = tf.ensure_shape(batch, [self.experiment.batch_size])
-        if self.worker is not None:
+        if self.worker is not None and self.experiment.mode == "data":
             # Not yet exchanged: the optimizer does that.
             own = tf.split(batch, self.worker.size)[self.worker.rank]
             loss, gradients = self._worker_gradients(self.worker.rank, own, step)
@@ -199,17 +211,7 @@ def _loss(logits, labels):
 def _distributed(optimizer, experiment: Experiment, arm: Arm):
     import horovod.tensorflow as hvd
 
-    import hvd8bit
     import hvd8bit.keras
 
-    if arm.encoding is None:
-        compression = getattr(hvd.Compression, arm.text)
-    else:
-        compression = hvd8bit.EightBit(
-            data_type=arm.encoding.data_type,
-            block_size=arm.encoding.block_size,
-            scaling=arm.encoding.scaling,
-            min_elements=experiment.min_elements,
-        )
-    # A scope of its own for each training: graphs of earlier ones may still be around.
+    compression = models.compression_of(arm, experiment.min_elements) or getattr(hvd.Compression, arm.text)
     return hvd8bit.keras.DistributedOptimizer(optimizer, compression=compression, name="experiments")

@@ -149,7 +149,7 @@ def test_a_split_layer_computes_what_a_whole_one_does(rng, arm):
     expected = (signal * tf.cast(whole > 0, tf.float32)) @ tf.transpose(kernel)
     tolerance = {"none": 1e-6, "dynamic_tree/64": 0.05}[arm]
     np.testing.assert_allclose(y, whole, atol=tolerance * float(tf.reduce_max(whole)))
-    np.testing.assert_allclose(error, expected, atol=2 * tolerance * float(tf.reduce_max(tf.abs(expected))))
+    np.testing.assert_allclose(error, expected, atol=3 * tolerance * float(tf.reduce_max(tf.abs(expected))))
     assert (arm == "none") == bool(np.allclose(y, whole, atol=1e-6))
 
 

@@ -119,6 +119,7 @@ def test_no_spread_at_all_is_no_f():
 def test_holm_stops_at_the_first_that_is_too_large():
     assert statistics.holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005}) == {"a", "d"}
     assert statistics.holm({"a": 0.03, "b": 0.03}) == set()
+    assert statistics.holm({"a": 0.01, "b": 0.03}) == {"a", "b"}  # 0.03 counts once
     assert statistics.holm({}) == set()
 
 
