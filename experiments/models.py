@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -135,7 +136,8 @@ def _value(value):
 
 
 def mlp(experiment: Experiment, arm: Arm, clock: Clock, shape: Sequence[int]) -> Net:
-    """Options: hidden (sizes), dropout (of the input and each hidden layer), batch_norm."""
+    """Options: hidden (sizes), dropout (of the input and each hidden layer), batch_norm, outlier: a factor for one pixel
+    in the middle, as if one input had been left without normalisation."""
     options = dict(experiment.options)
     hidden, dropout = options.get("hidden", [1024, 1024]), options.get("dropout", [0.2, 0.3, 0.3])
     split = experiment.mode == "model"
@@ -148,6 +150,8 @@ def mlp(experiment: Experiment, arm: Arm, clock: Clock, shape: Sequence[int]) ->
         return keras.layers.Dense(units, activation)
 
     layers: list[Any] = [keras.Input(shape), keras.layers.Flatten()]
+    if "outlier" in options:
+        layers.append(keras.layers.Rescaling(_outlier_factors(shape, options["outlier"])))
     for place, (units, rate) in enumerate(zip(hidden, dropout)):
         layers += [Dropout(rate, clock, place), dense(units, None if options.get("batch_norm") else "relu", place == 0)]
         if options.get("batch_norm"):
@@ -155,6 +159,11 @@ def mlp(experiment: Experiment, arm: Arm, clock: Clock, shape: Sequence[int]) ->
     layers += [Dropout(dropout[len(hidden)], clock, len(hidden)), dense(10)]
     model = keras.Sequential(layers)
     return Net(None, model) if split else Net(model, None)
+
+
+def _outlier_factors(shape: Sequence[int], factor: float) -> list[float]:
+    size = math.prod(shape)
+    return [factor if pixel == size // 2 + shape[1] // 2 else 1.0 for pixel in range(size)]
 
 
 def _parallel_dense(units: int, activation, arm: Arm, min_elements: int):
