@@ -136,8 +136,8 @@ def _value(value):
 
 
 def mlp(experiment: Experiment, arm: Arm, clock: Clock, shape: Sequence[int]) -> Net:
-    """Options: hidden (sizes), dropout (of the input and each hidden layer), batch_norm, outlier (a factor for one pixel
-    in the middle, as if one input had been left without normalisation)."""
+    """Options: hidden (sizes), dropout (of the input and each hidden layer), batch_norm, outlier (a factor for one
+    pixel in the middle, as if one input had been left without normalisation)."""
     options = dict(experiment.options)
     hidden, dropout = options.get("hidden", [1024, 1024]), options.get("dropout", [0.2, 0.3, 0.3])
     split = experiment.mode == "model"
