@@ -47,17 +47,20 @@ class Difference:
     @property
     def differs(self) -> bool:
         """Whether 0 lies outside the interval."""
-        return self.n > 1 and not self.low <= 0 <= self.high
+        return self.low > 0 or self.high < 0
 
 
 def paired(differences: Sequence[float], margin: float) -> Difference:
     """What paired differences say.
 
     Args:
-      differences: an arm's error less that of the arm it is compared with, for each seed; at least one.
+      differences: an arm's error less that of the arm it is compared with, for each seed; at least one. Where one is
+        no number, the test fails.
       margin: of the equivalence test, in points.
     """
     n, mean = len(differences), float(np.mean(differences))
+    if not math.isfinite(mean):
+        return Difference(n, mean, math.nan, math.nan, math.nan, 1.0, math.nan)
     if n < 2:
         return Difference(n, mean, math.nan, math.nan, math.nan, math.nan, math.nan)
     sd = float(np.std(differences, ddof=1))

@@ -170,7 +170,7 @@ def hurt(paired: dict[str, list[float]]) -> set[str]:
 def _values(rows: Iterable[Row], arm: str, what: str) -> dict[int, float]:
     if what == "error":
         return errors_of(rows, arm)
-    return {int(row["seed"]): math.log(float(row["loss"])) for row in rows if row["arm"] == arm}
+    return {int(row["seed"]): math.log(max(float(row["loss"]), 1e-30)) for row in rows if row["arm"] == arm}
 
 
 def _shown_base(base: dict[int, float], what: str) -> str:

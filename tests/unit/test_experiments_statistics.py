@@ -30,6 +30,11 @@ def test_one_pair_says_nothing_but_its_difference():
     assert not result.differs
 
 
+def test_a_difference_that_is_no_number_is_not_equivalent():
+    result = statistics.paired([0.01, math.nan, 0.02], margin=1.0)
+    assert (result.equivalent, result.differs, result.tost_p) == (False, False, 1.0)
+
+
 def test_the_equivalence_test_is_the_worse_of_two_one_sided_ones(rng):
     for _ in range(5):
         values = rng.normal(0.05, 0.1, size=6)
