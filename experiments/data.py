@@ -10,6 +10,7 @@ import re
 import numpy as np
 
 DATA = ("digits", "mnist", "cifar10")
+TEST_EXAMPLES = {"digits": 360, "mnist": 10000, "cifar10": 10000}
 
 
 class MissingDataError(Exception):

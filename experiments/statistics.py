@@ -159,9 +159,14 @@ def agree(some: Sequence[float], others: Sequence[float]) -> tuple[bool, float]:
     return abs(a.mean() - b.mean()) <= half, half
 
 
-def paired_p(differences: Sequence[float]) -> float:
-    """p of the two-sided paired t-test of at least two differences."""
-    sd = float(np.std(differences, ddof=1))
+def paired_p(differences: Sequence[float], least_sd: float = 0.0) -> float:
+    """p of the two-sided paired t-test of at least two differences.
+
+    Args:
+      differences: of the pairs.
+      least_sd: a smaller deviation is taken for this: where values are counts, a few equal ones are no certainty.
+    """
+    sd = max(float(np.std(differences, ddof=1)), least_sd)
     if sd == 0:
         return 1.0 if differences[0] == 0 else 0.0
     t = float(np.mean(differences)) / (sd / math.sqrt(len(differences)))

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from experiments import statistics
 from experiments.configuration import Experiment, parse_arm
+from experiments.data import TEST_EXAMPLES
 from experiments.results import Results, numbers
 
 Row = dict[str, str]
@@ -136,8 +137,7 @@ def stress(experiments: Sequence[Experiment], rows: Sequence[Sequence[Row]], wha
       what: "error": differences of test errors in points; "loss": of the last training losses in percent, by the mean
         of their ratios' logarithms.
 
-    A difference that is not chance is bold: p of the paired t-test below 5 % after Holm's correction over the case's
-    arms.
+    A difference that is not chance is bold, see `not_chance`.
     """
     arms = experiments[0].arms
     lines = []
@@ -149,7 +149,9 @@ def stress(experiments: Sequence[Experiment], rows: Sequence[Sequence[Row]], wha
         for arm in arms[1:]:
             own = _values(mine, arm, what)
             paired[arm] = [own[seed] - base[seed] for seed in sorted(own.keys() & base.keys())]
-        bold = hurt(paired)
+        # One test image in one of the last epochs is the least that errors can differ by.
+        step = 100 / TEST_EXAMPLES[experiment.data] / experiment.last_epochs if what == "error" else 0.0
+        bold = not_chance(paired, step)
         for arm in arms[1:]:
             line.append(_shown_difference(paired[arm], what, arm in bold))
         lines.append(line)
@@ -157,12 +159,17 @@ def stress(experiments: Sequence[Experiment], rows: Sequence[Sequence[Row]], wha
     return markdown(heads, lines)
 
 
-def hurt(paired: dict[str, list[float]]) -> set[str]:
-    """The arms whose paired differences are not chance, after Holm's correction; runs that are no numbers are not."""
+def not_chance(paired: dict[str, list[float]], step: float) -> set[str]:
+    """The arms whose paired differences are not chance, after Holm's correction: from three pairs on.
+
+    Args:
+      paired: arm -> differences.
+      step: the least by which they can differ.
+    """
     p_values = {
-        arm: 0.0 if not all(map(math.isfinite, values)) else statistics.paired_p(values)
+        arm: statistics.paired_p(values, least_sd=step) if all(map(math.isfinite, values)) else 0.0
         for arm, values in paired.items()
-        if len(values) > 1
+        if len(values) >= 3
     }
     return statistics.holm(p_values)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import configuration, quick, statistics, tables
+from experiments import configuration, data, quick, statistics, tables
 from experiments.configuration import Run
 from experiments.results import FOLDER, Results, row
 
@@ -83,6 +83,12 @@ def test_a_table_that_is_not_made_is_refused(make_results):
         make_results.filled("<!-- table nonsense -->\n<!-- end of table -->")
 
 
+def test_test_sets_have_the_sizes_that_steps_of_errors_are_taken_from():
+    digits = data.load("digits", None)
+    assert len(digits.test_labels) == data.TEST_EXAMPLES["digits"]
+    assert set(data.TEST_EXAMPLES) == set(data.DATA)
+
+
 def test_committed_rows_are_what_they_say():
     """A row's error is the mean over the last epochs of its own errors; all epochs are there."""
     for suite in configuration.suites():
@@ -147,6 +153,10 @@ def test_stress_marks_what_is_not_chance(experiment):
     loss = line_of(tables.stress([experiment], [rows], "loss"), experiment.title)
     assert loss == [experiment.title, "3", "0.1", "+0 %", "**+100 %**", "**no number**"]
     assert line_of(tables.stress([experiment], [[]], "error"), experiment.title)[1] == "not run"
+    # Two seeds are too few, and differences of one test image in one epoch are no certainty.
+    assert tables.not_chance({"a": [1.0, 1.01]}, 0.0) == set()
+    assert tables.not_chance({"a": [0.002, 0.002, 0.002]}, 0.0) == {"a"}
+    assert tables.not_chance({"a": [0.002, 0.002, 0.002]}, 0.002) == set()
 
 
 def test_real_runs_are_shown_beside_played_ones(experiment):

@@ -63,6 +63,8 @@ def test_differences_without_spread():
     assert statistics.paired([0.25, 0.25], 0.15).power == 1.0
     assert statistics.paired_p([0.0, 0.0]) == 1.0
     assert statistics.paired_p([0.5, 0.5]) == 0.0
+    # Four times the same count is no certainty.
+    assert statistics.paired_p([0.5] * 4, least_sd=0.5) == pytest.approx(stats.t.sf(2, 3) * 2)
 
 
 @pytest.mark.parametrize(("sd", "n", "margin", "difference"), [(0.1, 5, 0.15, 0), (0.1, 8, 0.15, 0.05), (1, 20, 1, 0)])
