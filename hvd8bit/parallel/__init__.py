@@ -17,7 +17,7 @@ _HOMES = {
     "part_sizes": "hvd8bit.parallel.partition",
     "reduce_scatter": "hvd8bit.parallel.primitives",
     "scatter": "hvd8bit.parallel.primitives",
-    "send_recv": "hvd8bit.parallel.send_recv",
+    "send_recv": "hvd8bit.parallel.neighbours",
     "split": "hvd8bit.parallel.convert",
 }
 

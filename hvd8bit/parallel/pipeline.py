@@ -20,8 +20,8 @@ import tensorflow as tf
 
 from hvd8bit.parallel import transfer
 from hvd8bit.parallel.boundary import Boundary
+from hvd8bit.parallel.neighbours import send
 from hvd8bit.parallel.schedule import Action
-from hvd8bit.parallel.send_recv import send
 
 
 class Boundaries:

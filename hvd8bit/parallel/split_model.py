@@ -455,14 +455,12 @@ class _Wiring:
     def _failure(self, text: str) -> str:
         found = re.search(rf"{self.scope}_boundary_(\d+)_(activation|error_signal)_(\d+)", text)
         own = [b for b in (self.place.stage - 1, self.place.stage) if 0 <= b < self.place.stages - 1]
-        if found:
-            boundary, what = int(found[1]), found[2].replace("_", " ")
-            where = f"boundary {boundary} (stage {boundary} to {boundary + 1}), {what} of micro-batch {found[3]}"
-        else:
-            where = " or ".join(f"boundary {b} (stage {b} to {b + 1})" for b in own) or "no boundary"
-        reason = next(
-            (line.strip() for line in text.splitlines() if "orovod" in line or "onnection" in line), text[:300]
-        )
+        where = " or ".join(f"boundary {b} (stage {b} to {b + 1})" for b in own) or "no boundary"
+        if found and int(found[1]) in own:
+            what = f"{found[2].replace('_', ' ')} of micro-batch {found[3]}"
+            where = f"boundary {found[1]} (stage {found[1]} to {int(found[1]) + 1}), {what}"
+        said = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("File ")]
+        reason = next((line for line in said if "Horovod has" in line or "onnection" in line), said[0] if said else "")
         who = self.place.describe()
         return f"{who}: the exchange at {where} failed; has a neighbour ended? Horovod says: {reason[:500]}"
 

@@ -9,7 +9,7 @@ import launch
 import pytest
 
 SCRIPT = """
-import os, signal, sys
+import os, signal, sys, time
 import horovod.tensorflow as hvd
 hvd.init()
 import keras
@@ -19,6 +19,8 @@ from hvd8bit.parallel import SplitModel
 class Kill(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
         if batch == 10 and hvd.rank() == KILLED:
+            with open(sys.argv[1], "w") as file:
+                file.write(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
 
 model = SplitModel([[keras.layers.Dense(64)] for _ in range(hvd.size())], micro_batches=4)
@@ -30,13 +32,14 @@ print("trained to the end", flush=True)
 """
 
 
-@pytest.mark.parametrize("killed", [0, 1, 2])
-def test_the_others_end_and_name_stage_and_boundary(killed):
-    started = time.monotonic()
-    result = launch.run_python(SCRIPT.replace("KILLED", str(killed)), workers=3, check=False, timeout=120)
+@pytest.mark.parametrize("killed", [0, 1])
+def test_the_others_end_and_name_stage_and_boundary(killed, tmp_path):
+    when = tmp_path / "killed"
+    result = launch.run_python(SCRIPT.replace("KILLED", str(killed)), when, workers=3, check=False, timeout=180)
+    ended = time.time()
     assert result.problem is None, result.describe()
     assert result.returncode != 0
-    assert time.monotonic() - started < 60 + 25  # a launch included
+    assert ended - float(when.read_text(encoding="utf-8")) < 60
     for rank in range(3):
         assert "training" in result.stdout(rank), result.describe()
         assert "trained to the end" not in result.stdout(rank)

@@ -13,7 +13,7 @@ from hvd8bit import layout, wire
 from hvd8bit.collectives import LoopbackComm
 from hvd8bit.parallel import transfer
 from hvd8bit.parallel.boundary import Boundary
-from hvd8bit.parallel.send_recv import differentiable_move
+from hvd8bit.parallel.neighbours import differentiable_move
 
 DTYPES = ["float32", "float64", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64", "bool", "complex64"]
 
