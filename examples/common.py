@@ -35,27 +35,28 @@ COMPRESSIONS = ("none", "fp16", "eightbit")
 # ---- Flags and start ----
 
 
-def define_training_flags() -> None:
-    flags.DEFINE_enum("dataset", "digits", ["digits", "mnist"], "digits: 8 × 8 pixels, comes with scikit-learn.")
-    flags.DEFINE_string("data_dir", "~/tensorflow_datasets", "Where tensorflow-datasets has prepared mnist.")
+def define_training_flags(datasets=("digits", "mnist"), compressions=COMPRESSIONS) -> None:
+    """The flags of a training. The first of the datasets is the default."""
+    flags.DEFINE_enum("dataset", datasets[0], datasets, "digits: 8 × 8 pixels, comes with scikit-learn.")
+    flags.DEFINE_string("data_dir", "~/tensorflow_datasets", "Where tensorflow-datasets has prepared the others.")
     flags.DEFINE_integer("epochs", 3, "How often each worker goes through its part of the data.", lower_bound=1)
     flags.DEFINE_integer("batch_size", 32, "Images per step and worker.", lower_bound=1)
     flags.DEFINE_multi_integer("seed", [1], "Of weights and order. Several: one training after another.")
-    define_compression_flags(["none"])
+    define_compression_flags(["none"], compressions)
 
 
-def define_compression_flags(default: list[str]) -> None:
+def define_compression_flags(default: list[str], compressions=COMPRESSIONS) -> None:
     encoding = hvd8bit.EightBit.encoding
-    flags.DEFINE_multi_enum("compression", default, COMPRESSIONS, "Of gradients. Several: one after another.")
+    flags.DEFINE_multi_enum("compression", default, compressions, "Of what is sent. Several: one after another.")
     flags.DEFINE_enum("data_type", encoding.data_type, list(DATA_TYPES), "8-bit data type of eightbit.")
     flags.DEFINE_integer("block_size", encoding.block_size, "Elements that share a scale; 0: one scale for all.")
     flags.DEFINE_string("json", None, "Where to write the results; - for standard output.")
     FLAGS.verbosity = logging.WARNING  # else absl shows what any library logs
 
 
-def start() -> None:
-    """Starts Horovod; each worker of a host takes a GPU of its own, where there are any."""
-    hvd.init()
+def start(process_sets: bool = False) -> None:
+    """Starts Horovod, and with process sets where they are wanted; each worker of a host takes a GPU of its own."""
+    hvd.init(process_sets="dynamic" if process_sets else None)
     gpus = tf.config.list_physical_devices("GPU")
     for gpu in gpus:
         tf.config.experimental.set_memory_growth(gpu, True)
@@ -91,11 +92,18 @@ def load_data() -> tuple:
 
     Images are float32 [n, height, width, 1] in [0, 1]. All workers get equally many: all take as many steps.
     """
-    train, test = {"digits": _digits, "mnist": _mnist}[FLAGS.dataset]()
+    train, test = whole_data()
     share = len(train[0]) // hvd.size()
     if FLAGS.batch_size > share:
         sys.exit(f"--batch_size must be at most {share}, a worker's share of the images, got {FLAGS.batch_size}")
     return tuple(array[hvd.rank() :: hvd.size()][:share] for array in train), test
+
+
+def whole_data() -> tuple:
+    """(images, labels) for training, and for the test: all of them. Images as in `load_data`; cifar10's have "
+    "colours."""
+    readers = {"digits": _digits, "mnist": _prepared, "cifar10": _prepared}
+    return readers[FLAGS.dataset]()
 
 
 def _digits() -> tuple:
@@ -108,21 +116,26 @@ def _digits() -> tuple:
     return (images[train], labels[train]), (images[test], labels[test])
 
 
-def _mnist() -> tuple:
+def _prepared() -> tuple:
+    parts = prepared_builder(FLAGS.dataset).as_dataset(split=["train", "test"], batch_size=-1, as_supervised=True)
+    return tuple((images.numpy().astype(np.float32) / 255, labels.numpy()) for images, labels in parts)
+
+
+def prepared_builder(name: str):
+    """A data set that tensorflow-datasets has prepared in --data_dir. Ends the program where there is none."""
     data_dir = Path(FLAGS.data_dir).expanduser().resolve()
-    prepared = sorted(data_dir.glob("mnist/*/dataset_info.json"), key=_version)
+    prepared = sorted(data_dir.glob(f"{name}/*/dataset_info.json"), key=_version)
     if not prepared:
         # Asked for data that it does not have, tensorflow-datasets would try to download it, on every worker.
+        title = {"mnist": "MNIST", "cifar10": "CIFAR-10", "imagenet2012": "ImageNet"}[name]
         sys.exit(
-            f"No MNIST found: looked for {data_dir}/mnist/*/dataset_info.json. Name the folder that "
+            f"No {title} found: looked for {data_dir}/{name}/*/dataset_info.json. Name the folder that "
             "tensorflow-datasets has prepared by --data_dir, or prepare it, with a network: python -c "
-            f'\'import tensorflow_datasets as tfds; tfds.load("mnist", data_dir="{data_dir}")\''
+            f'\'import tensorflow_datasets as tfds; tfds.load("{name}", data_dir="{data_dir}")\''
         )
     import tensorflow_datasets as tfds
 
-    builder = tfds.builder_from_directory(prepared[-1].parent)
-    parts = builder.as_dataset(split=["train", "test"], batch_size=-1, as_supervised=True)
-    return tuple((images.numpy().astype(np.float32) / 255, labels.numpy()) for images, labels in parts)
+    return tfds.builder_from_directory(prepared[-1].parent)
 
 
 def _version(dataset_info: Path) -> list[int]:

@@ -39,6 +39,25 @@ def counting(counter: tf.Variable) -> Iterator[None]:
         _also.counters = _also.counters[:-1]
 
 
+@contextlib.contextmanager
+def unordered() -> Iterator[None]:
+    """What is built inside runs as soon as its inputs are there, not in the order in which it is written.
+
+    In a `tf.function` TensorFlow runs ops that have a state one after another, in the order of the program: those that
+    read rank and size, assertions, and branches with one of these in them. So an exchange would wait for what an
+    earlier one brings, though it needs nothing of it: exchanges would not overlap, and workers that send each other
+    something in different orders would wait for ever. For code without side effects but assertions and counters.
+    """
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    manager = getattr(graph, "experimental_acd_manager", None)
+    before = 0 if graph is None or manager is None else graph.num_operations()
+    yield
+    if graph is not None and manager is not None:
+        for op in graph.get_operations()[before:]:
+            if op._is_stateful and op.type not in ("ReadVariableOp", "ResourceGather"):
+                manager.run_independently(op)
+
+
 class HorovodComm:
     """The workers of a Horovod process set.
 
@@ -85,12 +104,12 @@ class HorovodComm:
 
     def size_tensor(self) -> tf.Tensor:
         """int32 scalar, read when the step runs."""
-        with tf.device("CPU:0"):
+        with tf.device("CPU:0"), unordered():
             return self._hvd.size_op(process_set_id=self.process_set_id)
 
     def global_rank_tensor(self) -> tf.Tensor:
         """int32 scalar: this worker's rank among all workers, read when the step runs."""
-        with tf.device("CPU:0"):
+        with tf.device("CPU:0"), unordered():
             return self._hvd.rank_op()
 
     def rank_tensor(self) -> tf.Tensor:
@@ -290,6 +309,35 @@ class _Loopback:
         return everything
 
 
+def process_set_of(ranks: Sequence[int]):
+    """The Horovod process set of these workers: one that exists, or a new one. All workers must ask in the same order.
+
+    Raises:
+      ValueError: there is none, and Horovod was not told that there will be; the message says what to do.
+    """
+    import horovod.tensorflow as hvd
+    from horovod.common import process_sets
+
+    ranks = sorted(ranks)
+    if ranks == list(range(hvd.size())):
+        return hvd.global_process_set
+    # Horovod has no public way to ask for a set that was made elsewhere.
+    for known_id, known in process_sets._basics._get_process_set_ids_and_ranks().items():
+        if sorted(known) == ranks:
+            found = hvd.ProcessSet(ranks)
+            found.process_set_id = known_id
+            return found
+    try:
+        return hvd.add_process_set(ranks)
+    except ValueError as error:
+        if "HOROVOD_DYNAMIC_PROCESS_SETS" not in str(error):
+            raise
+        raise ValueError(
+            f"a process set of ranks {ranks} is needed, and Horovod was started without: call "
+            'hvd.init(process_sets="dynamic"), or set HOROVOD_DYNAMIC_PROCESS_SETS=1 for all workers'
+        ) from error
+
+
 def workers_to_judge_by(comm) -> int:
     """The number of workers by which is decided what to encode: all must decide alike.
 
@@ -338,6 +386,6 @@ def _counter() -> tf.Variable:
 
 
 def _count(sent: tf.Tensor) -> None:
-    with tf.device("CPU:0"):
+    with tf.device("CPU:0"), unordered():
         for counter in (_counter(), *_also.counters):
             counter.assign_add(tf.cast(sent, tf.int64))

@@ -17,6 +17,8 @@ DTYPE_IDS = {"float32": 1, "float64": 2, "float16": 3, "bfloat16": 4}
 """What tells the dtypes of tensors apart in the layout's hash."""
 
 _HEADER = struct.Struct("<4sHBBIIIHHQIIQQQ")
+ELEMENTS_OFFSET = struct.calcsize("<4sHBBIIIHH")
+"""Where the header tells the number of elements: an int64."""
 
 
 def settings_hash(encoding: Encoding) -> int:

@@ -6,6 +6,8 @@ Importing it loads neither TensorFlow nor Keras: a name brings in what it needs 
 import importlib
 
 _HOMES = {
+    "HybridModel": "hvd8bit.parallel.hybrid_model",
+    "SplitModel": "hvd8bit.parallel.split_model",
     "all_gather": "hvd8bit.parallel.primitives",
     "all_reduce": "hvd8bit.parallel.primitives",
     "copy": "hvd8bit.parallel.primitives",
@@ -15,6 +17,7 @@ _HOMES = {
     "part_sizes": "hvd8bit.parallel.partition",
     "reduce_scatter": "hvd8bit.parallel.primitives",
     "scatter": "hvd8bit.parallel.primitives",
+    "send_recv": "hvd8bit.parallel.neighbours",
     "split": "hvd8bit.parallel.convert",
 }
 

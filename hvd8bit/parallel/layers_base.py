@@ -68,7 +68,12 @@ class ParallelLayer(_KerasLayer):
             "name": f"{self.name}/{boundary}",
         }
 
+    input_gradient_is_summed = False
+    """Whether somebody else adds up the workers' error signals of this layer's input: `HybridModel` says so."""
+
     def _copy(self, x):
+        if self.input_gradient_is_summed:
+            return x
         return primitives.copy(x, **self._exchange("input"))
 
     def _gather(self, y, units: int):

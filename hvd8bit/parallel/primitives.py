@@ -34,7 +34,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from hvd8bit import activations
-from hvd8bit.collectives import HorovodComm
+from hvd8bit.collectives import HorovodComm, unordered
 from hvd8bit.compression import EightBit
 from hvd8bit.exchange import differentiable_exchange, exchange
 from hvd8bit.parallel import report
@@ -299,9 +299,11 @@ def _own_part(boundary: Boundary, tensor, axis: int, sizes):
 
 
 def _either(encoded, coded, exact):
-    if isinstance(encoded, bool):
-        return coded() if encoded else exact()
-    return tf.cond(encoded, coded, exact)
+    # Several exchanges of a step may be under way at once: none waits for what another one brings.
+    with unordered():
+        if isinstance(encoded, bool):
+            return coded() if encoded else exact()
+        return tf.cond(encoded, coded, exact)
 
 
 # Sizes.
@@ -344,14 +346,15 @@ def _exchanged_sizes(boundary: Boundary, x, axis: int) -> list:
     """The parts' sizes, from all workers; the other dimensions are compared."""
     shape = tf.shape(x)
     shapes = boundary.comm.gather_rows(shape[None], f"{boundary.collective('forward')}_sizes")
-    same = tf.debugging.assert_equal(
-        tf.concat([shapes[:, :axis], shapes[:, axis + 1 :]], 1),
-        tf.tile(tf.concat([shape[:axis], shape[axis + 1 :]], 0)[None], [boundary.workers, 1]),
-        message=(
-            f"boundary {boundary.name!r}: parts must have the same shape on all workers but for axis {axis}; x and y "
-            "are the other dimensions on all workers and here"
-        ),
-    )
+    with unordered():
+        same = tf.debugging.assert_equal(
+            tf.concat([shapes[:, :axis], shapes[:, axis + 1 :]], 1),
+            tf.tile(tf.concat([shape[:axis], shape[axis + 1 :]], 0)[None], [boundary.workers, 1]),
+            message=(
+                f"boundary {boundary.name!r}: parts must have the same shape on all workers but for axis {axis}; x and "
+                "y are the other dimensions on all workers and here"
+            ),
+        )
     with tf.control_dependencies([] if same is None else [same]):
         return tf.unstack(tf.identity(shapes[:, axis]), num=boundary.workers)
 

@@ -119,7 +119,7 @@ def _count(counts: _Counts, boundary, tensor, encoded) -> None:
     else:
         rounded = tf.cast(activations.round_trip(tensor, boundary.encoding), tf.float64)
         error = tf.reduce_sum(tf.square(rounded - numbers)) * tf.cast(encoded, tf.float64)
-    with tf.device("CPU:0"):
+    with tf.device("CPU:0"), collectives.unordered():
         counts.exchanges.assign_add(1)
         counts.elements.assign_add(tf.size(tensor, out_type=tf.int64))
         counts.squares.assign_add(tf.reduce_sum(tf.square(numbers)))

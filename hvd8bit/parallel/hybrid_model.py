@@ -1,0 +1,469 @@
+"""`HybridModel`: data parallelism below, model parallelism above, and the switch between them in sub-batches."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvd8bit import api
+from hvd8bit.collectives import HorovodComm
+from hvd8bit.compression import EightBit, check_compression
+from hvd8bit.parallel import keras_step, pipeline
+from hvd8bit.parallel.boundary import check_activation_compression
+from hvd8bit.parallel.primitives import all_gather
+from hvd8bit.reduction import reduce_gradients
+from hvd8bit.variables import name_of, tf_variable, unique
+
+_do_not_convert = tf.autograph.experimental.do_not_convert
+_made: collections.Counter[str] = collections.Counter()
+_UPDATES = ("step", "sub_batch")
+
+
+class HybridModel(keras.Model):
+    """The lower layers data-parallel, the upper ones model-parallel: for nets whose upper layers hold the weights.
+
+        lower = keras.Sequential([... convolutions ..., keras.layers.Flatten()])
+        upper = keras.Sequential([
+            ColumnParallelDense(4096, activation="relu", name="fc6"),
+            ColumnParallelDense(1000, activation="softmax", name="fc7"),
+        ])
+        model = hvd8bit.parallel.HybridModel(lower, upper, sub_batches=4)
+        model.compile("sgd", loss="sparse_categorical_crossentropy", metrics=["accuracy"])
+        model.fit(my_images, my_labels, batch_size=32)          # on all workers, each with data of its own
+
+    Every worker computes the lower layers for its own mini-batch; their gradients are averaged. In between the
+    activations
+    of all workers are gathered, and every worker computes its part of the upper layers for all of them: the union batch
+    (Dettmers 2016, sec. 2.4). That happens in sub-batches of 1/sub_batches of each worker's mini-batch: all workers
+    send alike all the time, and while one sub-batch is computed the next one is on the wire.
+
+        worker 0   lower(x₀) ──┐                             ┌── upper, part 0 ──┐
+                               ├── sub-batch 0, 1, 2, ... ──┤                    ├── loss of the union batch
+        worker 1   lower(x₁) ──┘                             └── upper, part 1 ──┘
+
+    Loss and gradients are those of one process on the union batch, the mean over all of its rows; workers' mini-batches
+    may differ in size. All workers see the same loss and metrics, those of the union; rank 0 prints them.
+
+    All workers must call the same methods, with as many batches. `predict` takes and gives each worker's own rows.
+
+    Args:
+      lower: a Keras model or layer, or a list of layers: the same on all workers. Gives one float tensor.
+      upper: the same for the layers above, made of `ColumnParallelDense` and its like. Other layers in it are computed
+        by every worker, for the whole union batch.
+      sub_batches: in how many parts the union batch passes the switch, K.
+      update: "step": all weights change once per batch. "sub_batch": the upper ones after each sub-batch, as if it were
+        a batch of its own; so the compiled optimizer is for the lower layers, and a copy of it for the upper ones.
+      compression: `EightBit`, a copy of it, or None (exact): for the activations at the switch, and for error signals
+        on their way back. Layers of `upper` have their own.
+      gradient_compression: `EightBit`, or one of hvd.Compression, for the gradients of the lower layers; None: exact.
+      name: the model's.
+
+    Raises:
+      ValueError or TypeError: an argument is not one of the above; the message names it.
+    """
+
+    def __init__(
+        self,
+        lower,
+        upper,
+        sub_batches: int = 4,
+        update: str = "step",
+        compression=EightBit,
+        gradient_compression=EightBit,
+        name=None,
+    ):
+        super().__init__(name=name)
+        keras_step.check_keras()
+        if isinstance(sub_batches, bool) or not isinstance(sub_batches, int) or sub_batches < 1:
+            raise ValueError(f"sub_batches must be an integer of at least 1, got {sub_batches!r}")
+        if update not in _UPDATES:
+            raise ValueError(f"update must be one of {', '.join(_UPDATES)}, got {update!r}")
+        if gradient_compression is not None:
+            check_compression(gradient_compression)
+        _made["hybrid_model"] += 1
+        self.lower = keras_step.as_layer("lower", lower)
+        self.upper = keras_step.as_layer("upper", upper)
+        self._hvd8bit = _Wiring(
+            sub_batches,
+            update,
+            check_activation_compression(compression),
+            gradient_compression,
+            f"hvd8bit_hybrid_{_made['hybrid_model']}",
+        )
+        self.upper_optimizer: Any = None
+
+    def build(self, input_shape, dtype=None):
+        """Builds both parts, and gives all workers the weights of rank 0's lower part. All workers must call.
+
+        Args:
+          input_shape: of the lower part's input, (None, ...).
+          dtype: of it; default: Keras' float.
+        """
+        self._prepare(keras.KerasTensor(tuple(input_shape), dtype=dtype or keras.config.floatx()))
+
+    def _prepare(self, inputs) -> None:
+        wiring = self._hvd8bit
+        if wiring.ready:
+            return
+        with tf.init_scope():
+            passed = self.lower(inputs)
+            if not isinstance(passed, keras.KerasTensor) or not keras.backend.is_float_dtype(passed.dtype):
+                raise ValueError(
+                    f"lower must give one float tensor for the upper part, got {passed!r}; let it end where one passes"
+                )
+            keras_step.row_shape("the output of lower", passed)
+            self.upper(passed)
+            if wiring.comm.size() > 1:
+                shared = [*self.lower.weights, *keras_step.whole_weights(self.upper)]
+                # The upper part is computed by all: random numbers in it must be the same on all, too.
+                seeds = [v for v in self.upper.variables if "seed_generator" in (getattr(v, "path", "") or "")]
+                known = {id(variable) for variable in shared}
+                api.broadcast_variables([*shared, *(seed for seed in seeds if id(seed) not in known)])
+            wiring.ready = True
+            self.built = True
+
+    def call(self, inputs, training=None):
+        """This worker's rows of the outputs. All workers must call, each with rows of its own."""
+        self._prepare(keras_step.symbols(inputs))
+        wiring = self._hvd8bit
+        rows = tf.shape(keras.tree.flatten(inputs)[0], tf.int64)[0]
+        counts = wiring.comm.gather_rows(rows[None], f"{wiring.scope}_rows") if wiring.comm.size() > 1 else rows[None]
+        sizes = [tf.cast(count, tf.int32) for count in tf.unstack(counts, num=wiring.comm.size())]
+        outputs = self._call_upper(self._gathered(self.lower(inputs, training=training), sizes), training)
+        start = tf.reduce_sum(counts[: wiring.comm.rank()])
+        return keras_step.slice_rows(outputs, start, start + rows)
+
+    # ---- training ----
+
+    def compile(self, optimizer="rmsprop", loss=None, **arguments):
+        """As Keras' own, on all workers alike, with the plain optimizer: gradients are reduced here.
+
+        Args:
+          optimizer, loss, **arguments: as in `keras.Model.compile`. Losses must be means or sums over the batch.
+
+        Raises:
+          ValueError: an argument that a hybrid model cannot follow; the message says what to use.
+        """
+        self._hvd8bit.mean_loss = keras_step.check_losses(loss)
+        super().compile(optimizer, loss, **keras_step.checked_compile_arguments("HybridModel", arguments))
+        keras_step.check_optimizer("HybridModel", self.optimizer, split=self._hvd8bit.comm.size() > 1)
+        self.upper_optimizer = None
+        if self._hvd8bit.update == "sub_batch":
+            self.upper_optimizer = type(self.optimizer).from_config(self.optimizer.get_config())
+            if isinstance(self.optimizer._learning_rate, keras.Variable):
+                # Callbacks that change the learning rate know of one optimizer.
+                self.upper_optimizer._learning_rate = self.optimizer._learning_rate
+
+    def fit(self, *args, callbacks=None, verbose="auto", **kwargs):
+        """As `keras.Model.fit`; rank 0 prints."""
+        return self._run(super().fit, args, kwargs, callbacks, verbose)
+
+    def evaluate(self, *args, callbacks=None, verbose="auto", **kwargs):
+        """As `keras.Model.evaluate`; rank 0 prints."""
+        return self._run(super().evaluate, args, kwargs, callbacks, verbose)
+
+    def predict(self, *args, callbacks=None, verbose="auto", **kwargs):
+        """As `keras.Model.predict`; rank 0 prints."""
+        return self._run(super().predict, args, kwargs, callbacks, verbose)
+
+    def _run(self, method, args, kwargs, callbacks, verbose):
+        comm = self._hvd8bit.comm
+        if not isinstance(callbacks, keras.callbacks.CallbackList):  # else called by fit, which has checked
+            check = keras_step.CheckSteps(comm, f"rank {comm.rank()}")
+            callbacks = [check, *(callbacks if isinstance(callbacks, (list, tuple)) else [callbacks] * bool(callbacks))]
+        return method(*args, callbacks=callbacks, verbose=verbose if comm.rank() == 0 else 0, **kwargs)
+
+    @_do_not_convert
+    def train_step(self, data):
+        """One step of `fit`: the union batch through both parts and back, sub-batch by sub-batch, and the updates."""
+        wiring = self._hvd8bit
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        self._prepare(keras_step.symbols(x))
+        union = _Union(wiring, x, y, sample_weight)
+
+        lower = _Gradients(self.lower.trainable_weights)
+        with tf.GradientTape(watch_accessed_variables=False) as lower_tape:
+            lower_tape.watch(lower.tensors)
+            activations = self.lower(x, training=True)
+            parts = [activations[part.start : part.stop] for part in union.own_parts]
+            penalty = _scaled(keras_step.penalty(self.lower), union.own_share)
+        penalties = _Penalties(self.lower, self.upper, union)
+
+        upper = _Gradients(self.upper.trainable_weights)
+        gathered: list = []
+        errors, predictions, loss = [], [], tf.zeros((), tf.float64)
+        for number, part in enumerate(parts):
+            # The next sub-batch travels while this one is computed; the one after it waits for its turn.
+            part = pipeline.after(gathered[-2:-1], part)
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch([part, *upper.tensors])
+                gathered.append(self._gathered(part, union.sizes(number)))
+                outputs = self._call_upper(gathered[-1], True)
+                objective = self._objective(union, number, outputs)
+                share = union.share(number)
+                added = _scaled(keras_step.penalty(self.upper), share)
+            *gradients, error = tape.gradient(
+                [objective] if added is None else [objective, added], [*upper.tensors, part]
+            )
+            penalties.of_sub_batch(share)
+            upper.add(gradients)
+            errors.append(tf.zeros_like(part) if error is None else error)
+            predictions.append(outputs)
+            loss += tf.cast(objective, tf.float64)
+            if wiring.update == "sub_batch":
+                # As a batch of its own: the mean over its rows, not its part of the mean over all.
+                upper.divide(share if wiring.mean_loss else tf.ones((), tf.float64))
+                self._reduce_upper(upper, number)
+                self.upper_optimizer.apply(upper.gradients, upper.variables)
+                upper = _Gradients(self.upper.trainable_weights)
+
+        targets, seeds = list(parts), list(errors)
+        if penalty is not None:
+            targets, seeds = [*targets, penalty], [*seeds, tf.ones_like(penalty)]
+        lower.add(lower_tape.gradient(targets, lower.tensors, output_gradients=seeds))
+        lower.gradients = self._reduced(lower, "lower", wiring.gradient_compression, average=False)
+        if wiring.update == "step":
+            self._reduce_upper(upper, 0)
+            self.optimizer.apply([*lower.gradients, *upper.gradients], [*lower.variables, *upper.variables])
+        elif lower.variables:
+            self.optimizer.apply(lower.gradients, lower.variables)
+        return self._logs(union, penalties, loss, predictions)
+
+    @_do_not_convert
+    def test_step(self, data):
+        """One step of `evaluate`."""
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        self._prepare(keras_step.symbols(x))
+        union = _Union(self._hvd8bit, x, y, sample_weight)
+        activations = self.lower(x, training=False)
+        penalties = _Penalties(self.lower, self.upper, union)
+        predictions, loss = [], tf.zeros((), tf.float64)
+        gathered: list = []
+        for number, part in enumerate(union.own_parts):
+            part = pipeline.after(gathered[-2:-1], activations[part.start : part.stop])
+            gathered.append(self._gathered(part, union.sizes(number)))
+            predictions.append(self._call_upper(gathered[-1], False))
+            penalties.of_sub_batch(union.share(number))
+            loss += tf.cast(self._objective(union, number, predictions[-1]), tf.float64)
+        return self._logs(union, penalties, loss, predictions)
+
+    @_do_not_convert
+    def predict_step(self, data):
+        """One step of `predict`: this worker's rows of the outputs."""
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        return self(x, training=False)
+
+    def _gathered(self, part, sizes):
+        wiring = self._hvd8bit
+        return all_gather(
+            part,
+            compression=wiring.compression,
+            process_set=wiring.comm.process_set,
+            name=f"{wiring.scope}/switch",
+            gradient="slice" if keras_step.entrance(self.upper) is None else "sum",
+            sizes=sizes,
+        )
+
+    def _call_upper(self, gathered, training):
+        """The upper part's outputs. The switch adds up the workers' error signals, if it can, not the layer behind it:
+        that is half of the bytes, for each worker needs its own rows alone."""
+        layer = keras_step.entrance(self.upper)
+        if layer is None:
+            return self.upper(gathered, training=training)
+        layer.input_gradient_is_summed = True
+        try:
+            return self.upper(gathered, training=training)
+        finally:
+            layer.input_gradient_is_summed = False
+
+    def _objective(self, union, number: int, outputs):
+        """A sub-batch's part of the union batch's loss."""
+        if self._compile_loss is None:
+            return tf.zeros((), outputs.dtype)
+        labels, weights = union.labels(number)
+        loss = self._compile_loss(labels, outputs, weights)
+        return loss * tf.cast(union.share_with_repeated(number), loss.dtype) if self._hvd8bit.mean_loss else loss
+
+    def _reduce_upper(self, upper: _Gradients, number: int) -> None:
+        """Weights that every worker has whole: all compute the same gradient, and this keeps it so to the last bit."""
+        split = {id(weight) for weight in keras_step.split_weights(self.upper)}
+        places = [place for place, variable in enumerate(upper.variables) if id(variable) not in split]
+        if places:
+            whole = _Gradients([upper.variables[place] for place in places])
+            whole.add([upper.gradients[place] for place in places])
+            reduced = self._reduced(whole, f"upper_{number}", None, average=True)
+            for place, gradient in zip(places, reduced):
+                upper.gradients[place] = gradient
+
+    def _reduced(self, which: _Gradients, what: str, compression, *, average: bool) -> list:
+        import horovod.tensorflow as hvd
+
+        return reduce_gradients(
+            which.gradients,
+            unique(name_of(variable) for variable in which.variables),
+            compression=hvd.Compression.none if compression is None else compression,
+            op=hvd.Average if average else hvd.Sum,
+            scope=f"{self._hvd8bit.scope}_{what}",
+        )
+
+    def _logs(self, union: _Union, penalties: _Penalties, loss, predictions) -> dict:
+        """Loss and metrics of the union batch; all workers have computed the same."""
+        if penalties.own:
+            own = tf.add_n(penalties.own)
+            if self._hvd8bit.comm.size() > 1:
+                own = tf.reduce_sum(self._hvd8bit.comm.gather_rows(own[None], f"{self._hvd8bit.scope}_penalties"))
+            loss += own
+        if penalties.whole:
+            loss += tf.add_n(penalties.whole)
+        if self._compile_metrics is not None:
+            labels, outputs, weights = union.kept(predictions)
+            keras_step.updated_metrics(self, labels, outputs, weights)
+        self._loss_tracker.update_state(tf.cast(loss, keras.config.floatx()), sample_weight=union.rows)
+        return self.get_metrics_result()
+
+
+class _Wiring:
+    """What a HybridModel knows of the other workers. Not a Keras object, so that Keras tracks none of it."""
+
+    def __init__(self, sub_batches, update, compression, gradient_compression, scope):
+        self.sub_batches = sub_batches
+        self.update = update
+        self.compression = compression
+        self.gradient_compression = gradient_compression
+        self.scope = scope
+        self.comm = HorovodComm()
+        self.mean_loss = True
+        self.ready = False
+
+
+class _Gradients:
+    """The gradients of some variables, as they add up."""
+
+    def __init__(self, variables):
+        self.variables = list(variables)
+        self.tensors = [tf_variable(variable) for variable in self.variables]
+        self.gradients: list = [None] * len(self.variables)
+
+    def add(self, gradients) -> None:
+        self.gradients = [pipeline.add(total, part) for total, part in zip(self.gradients, gradients)]
+
+    def divide(self, share) -> None:
+        self.gradients = [
+            None
+            if gradient is None
+            else tf.math.divide_no_nan(tf.convert_to_tensor(gradient), tf.cast(share, gradient.dtype))
+            for gradient in self.gradients
+        ]
+
+
+class _Penalties:
+    """Regularisation losses: those of which each worker has a part, and those that all have whole."""
+
+    def __init__(self, lower, upper, union: _Union):
+        self._split = keras_step.split_layers(upper)
+        self._whole = keras_step.whole_layers(upper)
+        self.own = _known([_scaled(keras_step.penalty(lower), union.own_share)])
+        self.whole: list[tf.Tensor] = []
+
+    def of_sub_batch(self, share) -> None:
+        """Takes in those of the upper part's last call."""
+        self.own += _known([_scaled(keras_step.penalty_of(self._split), share)])
+        self.whole += _known([_scaled(keras_step.penalty_of(self._whole), share)])
+
+
+class _Union:
+    """All workers' mini-batches as one batch, cut into sub-batches: which rows are where, and their labels.
+
+    Sub-batch k holds part k of each worker's rows, in order of rank. Workers exchange the numbers of their rows, and
+    labels and sample weights as they are.
+    """
+
+    def __init__(self, wiring: _Wiring, x, y, sample_weight):
+        comm, scope = wiring.comm, wiring.scope
+        own = tf.shape(keras.tree.flatten(x)[0], tf.int64)[0]
+        counts = comm.gather_rows(own[None], f"{scope}_rows") if comm.size() > 1 else own[None]
+        by_worker = tf.unstack(counts, num=comm.size())
+        self.rows = tf.reduce_sum(counts)
+        self.own_parts = pipeline.cut(own, wiring.sub_batches)
+        self.own_share = tf.cast(own, tf.float64) / tf.cast(self.rows, tf.float64)
+        self._parts = [pipeline.cut(count, wiring.sub_batches) for count in by_worker]
+        self._first_rows = [tf.reduce_sum(counts[:rank]) for rank in range(comm.size())]
+        self._sub_batches = range(wiring.sub_batches)
+        self._labels, self._weights = keras.tree.map_structure(
+            lambda leaf: leaf if leaf is None or comm.size() == 1 else _gathered_exactly(leaf, by_worker, wiring),
+            (y, sample_weight),
+        )
+
+    def sizes(self, number: int) -> list:
+        """Rows of a sub-batch, by worker."""
+        return [tf.cast(parts[number].stop - parts[number].start, tf.int32) for parts in self._parts]
+
+    def share(self, number: int) -> tf.Tensor:
+        """Rows of the sub-batch / rows of the union batch, float64."""
+        own = tf.add_n([parts[number].own for parts in self._parts])
+        return tf.cast(own, tf.float64) / tf.cast(self.rows, tf.float64)
+
+    def share_with_repeated(self, number: int) -> tf.Tensor:
+        """The same, where a row counts that is there to fill a sub-batch: a mean over it divides by that, too."""
+        held = tf.add_n([parts[number].stop - parts[number].start for parts in self._parts])
+        return tf.cast(held, tf.float64) / tf.cast(self.rows, tf.float64)
+
+    def labels(self, number: int):
+        """Labels of a sub-batch, and sample weights; rows that are there to fill it weigh nothing."""
+        counts = self._counts(number)
+        weights = self._rows_of(self._weights, number)
+        if weights is None:
+            return self._rows_of(self._labels, number), counts
+        return self._rows_of(self._labels, number), weights * tf.reshape(
+            tf.cast(counts, weights.dtype), [-1] + [1] * (weights.shape.rank - 1)
+        )
+
+    def kept(self, predictions: list):
+        """Labels, outputs and sample weights of all rows of the union, each once."""
+        keep = tf.concat([self._counts(number) for number in self._sub_batches], 0) > 0
+
+        def whole(nest):
+            parts = [self._rows_of(nest, number) for number in self._sub_batches]
+            return keras.tree.map_structure(
+                lambda *leaves: None if leaves[0] is None else tf.boolean_mask(tf.concat(leaves, 0), keep), *parts
+            )
+
+        return whole(self._labels), tf.boolean_mask(tf.concat(predictions, 0), keep), whole(self._weights)
+
+    def _counts(self, number: int):
+        """1.0 for each row of a sub-batch, 0.0 for those that fill it."""
+        parts = [parts[number] for parts in self._parts]
+        return tf.concat(
+            [tf.fill([part.stop - part.start], tf.cast(part.own > 0, keras.config.floatx())) for part in parts], 0
+        )
+
+    def _rows_of(self, nest, number: int):
+        places = [
+            (first + parts[number].start, first + parts[number].stop)
+            for first, parts in zip(self._first_rows, self._parts)
+        ]
+        return keras.tree.map_structure(
+            lambda leaf: None if leaf is None else tf.concat([leaf[start:stop] for start, stop in places], 0), nest
+        )
+
+
+def _gathered_exactly(leaf, counts, wiring: _Wiring):
+    keras_step.row_shape("labels and sample weights", leaf)
+    return all_gather(
+        leaf,
+        compression=None,
+        process_set=wiring.comm.process_set,
+        name=f"{wiring.scope}/labels",
+        sizes=[tf.cast(count, tf.int32) for count in counts],
+    )
+
+
+def _scaled(penalty, share):
+    return None if penalty is None else penalty * tf.cast(share, penalty.dtype)
+
+
+def _known(penalties: list) -> list:
+    return [tf.cast(penalty, tf.float64) for penalty in penalties if penalty is not None]

@@ -1,0 +1,305 @@
+"""HybridModel: lower layers on each worker's own data, upper ones on all of it, compute what one process computes."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd8bit
+from hvd8bit.parallel import ColumnParallelDense, HybridModel, measure_boundaries, merge
+
+ENCODE_ALL = hvd8bit.EightBit(min_elements=0)
+SUB_BATCHES = 3
+
+
+@pytest.fixture(autouse=True)
+def fresh_names():
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(7)
+
+
+def make_lower(dtype="float32"):
+    return [
+        keras.layers.Conv2D(6, 3, activation="relu", kernel_regularizer=keras.regularizers.L2(0.01), dtype=dtype),
+        keras.layers.Flatten(dtype=dtype),
+        keras.layers.Dense(24, activation="relu", activity_regularizer=keras.regularizers.L2(0.01), dtype=dtype),
+    ]
+
+
+def make_upper(dtype="float32", compression=None, dropout=0.0):
+    regularised = {"kernel_regularizer": keras.regularizers.L2(0.01)}
+    return [
+        keras.layers.Dropout(dropout, dtype=dtype),
+        ColumnParallelDense(30, activation="relu", compression=compression, name="fc1", dtype=dtype),
+        keras.layers.Dense(16, activation="relu", name="whole", dtype=dtype, **regularised),
+        ColumnParallelDense(10, activation="softmax", compression=compression, name="fc2", dtype=dtype),
+    ]
+
+
+def make(dtype="float32", compression=None, optimizer=None, loss="sparse_categorical_crossentropy", **settings):
+    model = HybridModel(
+        make_lower(dtype),
+        make_upper(dtype, compression),
+        SUB_BATCHES,
+        compression=compression,
+        gradient_compression=compression,
+        **settings,
+    )
+    model.build((None, 6, 6, 1), dtype)
+    model.compile(optimizer() if optimizer else keras.optimizers.SGD(0.1), loss=loss, metrics=["accuracy"])
+    return model
+
+
+def whole_model(model, optimizer=None, loss="sparse_categorical_crossentropy"):
+    """The same model in one process, with the weights that it has now."""
+    whole = keras.Sequential([keras.models.clone_model(model.lower), merge(model.upper)])
+    whole.build((None, 6, 6, 1))
+    whole.layers[0].set_weights(model.lower.get_weights())
+    whole.compile(optimizer() if optimizer else keras.optimizers.SGD(0.1), loss=loss, metrics=["accuracy"])
+    return whole
+
+
+def weights_of_all(model):
+    return [*model.lower.get_weights(), *merge(model.upper).get_weights()]
+
+
+def make_data(rows, dtype="float32", seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((rows, 6, 6, 1)).astype(dtype), rng.integers(0, 10, rows)
+
+
+def union(hvd, rows_of, dtype="float32", seed=0):
+    """This worker's data, and everyone's together; `rows_of(rank)` rows each."""
+    parts = [make_data(rows_of(rank), dtype, seed=100 * seed + rank) for rank in range(hvd.size())]
+    return parts[hvd.rank()], tuple(np.concatenate(arrays) for arrays in zip(*parts))
+
+
+def relative(a, b):
+    a, b = (np.concatenate([np.ravel(part).astype("float64") for part in parts]) for parts in (a, b))
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+def same_on_all(hvd, values):
+    values = np.asarray(values, "float64").reshape(1, -1)
+    return bool(np.all(hvd.allgather(tf.constant(values), name="same").numpy() == values))
+
+
+ROWS = [lambda rank: 12, lambda rank: 7 + 3 * rank, lambda rank: 1 + rank]
+"""Equal, unequal, and fewer rows than sub-batches."""
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-10)])
+def test_exact_training_is_that_of_one_process_on_the_union(hvd, dtype, tolerance):
+    keras.config.set_floatx(dtype)
+    try:
+        model = make(dtype)
+        whole = whole_model(model)
+        losses = []
+        for step in range(20):
+            mine, everything = union(hvd, ROWS[step % 3], dtype, step)
+            losses.append([model.train_on_batch(*mine)[0], whole.train_on_batch(*everything)[0]])
+            if step == 1:
+                # With plain SGD what the weights have become tells the gradients.
+                for found, expected in zip(weights_of_all(model), whole.get_weights()):
+                    assert np.linalg.norm(found - expected) <= tolerance * np.linalg.norm(expected) + tolerance
+        losses = np.array(losses)
+        np.testing.assert_allclose(losses[:, 0], losses[:, 1], rtol=10 * tolerance)
+        assert relative(weights_of_all(model), whole.get_weights()) <= tolerance
+        assert same_on_all(hvd, losses)
+    finally:
+        keras.config.set_floatx("float32")
+
+
+def test_eight_bit_training_follows_one_process(hvd):
+    model = make(compression=ENCODE_ALL)
+    whole = whole_model(model)
+    losses = []
+    for step in range(20):
+        mine, everything = union(hvd, ROWS[0], seed=step)
+        losses.append([model.train_on_batch(*mine)[0], whole.train_on_batch(*everything)[0]])
+    losses = np.array(losses)
+    np.testing.assert_allclose(losses[:, 0], losses[:, 1], rtol=0.02)
+    assert np.any(losses[:, 0] != losses[:, 1]), "nothing was rounded"
+    assert same_on_all(hvd, losses)
+    assert same_on_all(hvd, np.concatenate([np.ravel(weights) for weights in weights_of_all(model)]))
+
+
+def test_an_update_after_each_sub_batch_is_a_step_of_its_own(hvd):
+    """With lower weights that do not learn: K steps on the sub-batches, in order."""
+    model = make(update="sub_batch")
+    model.lower.trainable = False
+    model.compile(keras.optimizers.Adam(0.01), loss="sparse_categorical_crossentropy")
+    whole = whole_model(model, lambda: keras.optimizers.Adam(0.01))
+    whole.layers[0].trainable = False
+    whole.compile(keras.optimizers.Adam(0.01), loss="sparse_categorical_crossentropy")
+    rows = 12
+    for step in range(3):
+        (x, y), (xs, ys) = union(hvd, lambda rank: rows, seed=step)
+        model.train_on_batch(x, y)
+        for part in range(SUB_BATCHES):
+            size = rows // SUB_BATCHES
+            places = np.concatenate([np.arange(size) + rank * rows + part * size for rank in range(hvd.size())])
+            whole.train_on_batch(xs[places], ys[places])
+    assert model.upper_optimizer.iterations.numpy() == 3 * SUB_BATCHES
+    assert relative(weights_of_all(model), whole.get_weights()) <= 1e-5
+
+
+def test_updates_after_sub_batches_train(hvd):
+    model = make(update="sub_batch", compression=ENCODE_ALL, optimizer=lambda: keras.optimizers.Adam(0.005))
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch: 0.005 if epoch < 20 else 0.002)
+    x, y = make_data(36, seed=hvd.rank())
+    history = model.fit(x, y, batch_size=12, epochs=40, verbose=0, callbacks=[schedule]).history
+    assert history["loss"][-1] < 0.6 * history["loss"][0]
+    assert float(model.upper_optimizer.learning_rate) == pytest.approx(0.002)
+    assert same_on_all(hvd, history["loss"])
+    assert same_on_all(hvd, np.concatenate([np.ravel(weights) for weights in weights_of_all(model)]))
+
+
+def test_fit_evaluate_and_predict(hvd, capsys):
+    model = make(optimizer=lambda: keras.optimizers.Adam(0.003))
+    whole = whole_model(model, lambda: keras.optimizers.Adam(0.003))
+    rows = 20 + 3 * hvd.rank()  # the last batches differ in size
+    x, y = make_data(rows, seed=hvd.rank())
+    seen = []
+    watch = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(dict(logs)))
+    validation = make_data(8 + hvd.rank(), seed=50 + hvd.rank())
+    history = model.fit(
+        x, y, batch_size=16, epochs=3, verbose=2, shuffle=False, callbacks=[watch], validation_data=validation
+    )
+    assert ("Epoch 1/3" in capsys.readouterr().out) == (hvd.rank() == 0)
+    everyone = [make_data(20 + 3 * rank, seed=rank) for rank in range(hvd.size())]
+    union_validation = tuple(
+        np.concatenate(arrays) for arrays in zip(*(make_data(8 + rank, seed=50 + rank) for rank in range(hvd.size())))
+    )
+    for epoch in range(3):
+        whole.reset_metrics()
+        losses, counts = [], []
+        for start in (0, 16):
+            batch = [np.concatenate([data[part][start : start + 16] for data in everyone]) for part in range(2)]
+            losses.append(whole.train_on_batch(*batch)[0])
+            counts.append(len(batch[0]))
+        assert history.history["loss"][epoch] == pytest.approx(np.average(losses, weights=counts), rel=1e-4)
+        expected = whole.evaluate(*union_validation, batch_size=1000, verbose=0)
+        found = [history.history[name][epoch] for name in ("val_loss", "val_accuracy")]
+        np.testing.assert_allclose(found, expected, rtol=1e-3)
+    assert len(seen) == 3
+    assert same_on_all(hvd, [[logs[name] for name in sorted(logs)] for logs in seen])
+    np.testing.assert_allclose(
+        model.evaluate(*validation, verbose=0), whole.evaluate(*union_validation, batch_size=1000, verbose=0), rtol=1e-3
+    )
+    outputs = model.predict(x, batch_size=16, verbose=0)
+    assert outputs.shape == (rows, 10)
+    np.testing.assert_allclose(outputs, whole.predict(x, verbose=0), rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(model(x[:5]), outputs[:5], rtol=1e-3, atol=1e-6)
+
+
+def test_sample_weights_count(hvd):
+    model = make()
+    whole = whole_model(model)
+    mine, everything = union(hvd, ROWS[1])
+    weights = [np.linspace(0.2, 2, ROWS[1](rank)) for rank in range(hvd.size())]
+    found = model.train_on_batch(*mine, sample_weight=weights[hvd.rank()])[0]
+    assert found == pytest.approx(whole.train_on_batch(*everything, sample_weight=np.concatenate(weights))[0], rel=1e-5)
+    assert relative(weights_of_all(model), whole.get_weights()) <= 1e-5
+
+
+def test_sums_are_summed(hvd):
+    loss = keras.losses.SparseCategoricalCrossentropy(reduction="sum")
+    model = make(loss=loss, optimizer=lambda: keras.optimizers.SGD(0.001))
+    whole = whole_model(model, lambda: keras.optimizers.SGD(0.001), loss)
+    for step, rows in enumerate(ROWS):
+        mine, everything = union(hvd, rows, seed=step)
+        assert model.train_on_batch(*mine)[0] == pytest.approx(whole.train_on_batch(*everything)[0], rel=1e-5)
+    assert relative(weights_of_all(model), whole.get_weights()) <= 1e-5
+
+
+def test_dropout_above_the_switch_is_the_same_on_all_workers(hvd):
+    """Else workers would compute parts of different layers, and weights that all have whole would drift apart."""
+    keras.utils.set_random_seed(hvd.rank())
+    model = HybridModel(make_lower(), make_upper(dropout=0.5), SUB_BATCHES)
+    model.compile(keras.optimizers.SGD(0.1), loss="sparse_categorical_crossentropy")
+    x, y = make_data(24, seed=hvd.rank())
+    history = model.fit(x, y, batch_size=8, epochs=5, verbose=0).history
+    assert same_on_all(hvd, history["loss"])
+    assert same_on_all(hvd, np.concatenate([np.ravel(weights) for weights in weights_of_all(model)]))
+
+
+def test_all_workers_start_from_the_same_lower_weights(hvd):
+    keras.utils.set_random_seed(hvd.rank())
+    model = make()
+    assert same_on_all(hvd, np.concatenate([np.ravel(weights) for weights in model.lower.get_weights()]))
+
+
+def test_the_switch_takes_a_quarter_of_the_bytes(hvd):
+    sent = {}
+    for compression in (None, hvd8bit.EightBit):
+        lower = [keras.layers.Dense(2048)]
+        upper = [ColumnParallelDense(8, compression=compression, name="fc")]
+        model = HybridModel(lower, upper, 4, compression=compression)
+        model.compile("sgd", loss="mse")
+        x = np.random.default_rng(hvd.rank()).standard_normal((512, 4)).astype("float32")
+        with measure_boundaries() as report:
+            model.train_on_batch(x, np.zeros((512, 8), "float32"))
+        sent[compression is None] = {
+            (row["boundary"].split("/")[-1], row["direction"]): row["sent_bytes"] for row in report.rows()
+        }
+    exact, eight = sent[True], sent[False]
+    assert ("switch", "forward") in exact
+    assert exact["switch", "forward"] == 4 * 512 * 2048 * (hvd.size() - 1)
+    for key, size in exact.items():
+        if size > 2**20:
+            assert eight[key] <= 0.27 * size, key
+
+
+# ---- what does not fit ----
+
+
+def test_different_numbers_of_steps_are_an_error_before_the_first_one(hvd):
+    model = make()
+    x, y = make_data(12 if hvd.rank() == 0 else 8)
+    message = r"as many steps.*1 epochs of 3 steps on rank 0.*1 epochs of 2 steps on rank 1"
+    with pytest.raises(ValueError, match=message):
+        model.fit(x, y, batch_size=4, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sub_batches": 0}, "sub_batches must be an integer of at least 1"),
+        ({"update": "often"}, "update must be one of step, sub_batch"),
+        ({"compression": 8}, r"compression must be hvd8bit\.EightBit"),
+        ({"gradient_compression": 8}, r"compression must be hvd8bit\.EightBit"),
+        ({"lower": 8}, "lower must be a Keras model or layer"),
+        ({"upper": []}, "upper must be a Keras model or layer"),
+    ],
+)
+def test_wrong_settings(hvd, arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        HybridModel(**{"lower": make_lower(), "upper": make_upper(), **arguments})
+
+
+def test_a_lower_part_that_gives_no_floats(hvd):
+    x = keras.Input((4,))
+    two = keras.Model(x, [keras.layers.Dense(4)(x), keras.layers.Dense(4)(x)])
+    model = HybridModel(two, make_upper())
+    with pytest.raises(ValueError, match="lower must give one float tensor"):
+        model.build((None, 4))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"optimizer": keras.optimizers.SGD(global_clipnorm=1.0)}, "global_clipnorm must be None in a HybridModel"),
+        ({"steps_per_execution": 2}, "steps_per_execution must be 1 for a HybridModel"),
+        ({"jit_compile": True}, "jit_compile must be False for a HybridModel"),
+        (
+            {"optimizer": hvd8bit.keras.DistributedOptimizer(keras.optimizers.SGD())},
+            "must be the plain one for a HybridModel",
+        ),
+    ],
+)
+def test_what_compile_refuses(hvd, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        HybridModel(make_lower(), make_upper()).compile(**{"optimizer": "sgd", "loss": "mse", **arguments})
