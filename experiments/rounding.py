@@ -14,7 +14,7 @@ import tensorflow as tf
 from experiments.configuration import Arm
 from hvd8bit import ops
 from hvd8bit.encoding import Encoding
-from hvd8bit.reduction import BUCKET_ELEMENTS
+from hvd8bit.planning import BUCKET_ELEMENTS
 from hvd8bit.selection import Selection
 
 

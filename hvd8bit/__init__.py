@@ -15,6 +15,7 @@ _HOMES = {
     "DistributedGradientTape": "hvd8bit.tape",
     "EightBit": "hvd8bit.compression",
     "Encoded": "hvd8bit.api",
+    "PartialDistributedGradientTape": "hvd8bit.tape",
     "Selection": "hvd8bit.selection",
     "Sum": "hvd8bit.api",
     "allreduce": "hvd8bit.api",
@@ -23,6 +24,7 @@ _HOMES = {
     "decode": "hvd8bit.api",
     "encode": "hvd8bit.api",
     "grouped_allreduce": "hvd8bit.api",
+    "summary": "hvd8bit.summaries",
 }
 _MODULES = ("bench", "keras", "parallel", "speedup")
 

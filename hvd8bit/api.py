@@ -9,8 +9,8 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.tensorflow import Average, Sum
 
-from hvd8bit import layout, ops
-from hvd8bit.compression import EightBit, EightBitCompressor, check_compression
+from hvd8bit import collectives, layout, ops
+from hvd8bit.compression import EightBit, EightBitCompressor, check_compression, check_process_set
 from hvd8bit.encoding import Encoding
 from hvd8bit.variables import is_sharded, tf_variable
 
@@ -174,7 +174,11 @@ def broadcast_variables(variables, root_rank: int = 0, process_set=None) -> None
 def _compression_for(compression, settings: dict):
     compression = EightBit if compression is None else compression
     check_compression(compression)
+    if not isinstance(compression, EightBitCompressor):
+        return compression
+    compression.refuse_rules_of_wrappers()  # here, since Horovod does not ask a compressor about sparse gradients
     process_set = settings.get("process_set")
-    if isinstance(compression, EightBitCompressor) and compression.process_set is None and process_set is not None:
-        return compression(process_set=process_set)
+    if compression.process_set is None:
+        return compression if process_set is None else compression(process_set=process_set)
+    check_process_set(compression, collectives.HorovodComm(process_set))
     return compression

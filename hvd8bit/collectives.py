@@ -9,11 +9,15 @@ whose graphs are made for one number of workers, reads `size` and `rank` when th
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import tensorflow as tf
+
+_log = logging.getLogger("hvd8bit")
 
 
 def sent_bytes() -> int:
@@ -21,12 +25,12 @@ def sent_bytes() -> int:
 
     A ring passes on what it receives, so what an allgather brings counts as sent. Control traffic is not counted.
     """
-    return int(_counter().numpy())
+    return int(tf.raw_ops.ReadVariableOp(resource=_counter(), dtype=tf.int64))
 
 
 def reset_sent_bytes() -> None:
     """Starts the count of `sent_bytes` anew."""
-    _counter().assign(0)
+    tf.raw_ops.AssignVariableOp(resource=_counter(), value=tf.constant(0, tf.int64))
 
 
 @contextlib.contextmanager
@@ -88,8 +92,14 @@ class HorovodComm:
         return self.process_set.process_set_id
 
     def size(self) -> int:
-        """Number of workers now."""
-        return self.process_set.size()
+        """Number of workers now. Raises ValueError for a process set that Horovod does not know."""
+        size = self.process_set.size()
+        if size is None:
+            raise ValueError(
+                f"process_set must be known to Horovod, got {self.process_set}: hvd.init(process_sets=[...]) or "
+                "hvd.add_process_set(...) comes first, and hvd.remove_process_set or hvd.shutdown ends it"
+            )
+        return size
 
     def rank(self) -> int:
         """This worker's rank within the process set, now."""
@@ -101,6 +111,10 @@ class HorovodComm:
     def ranks(self) -> list[int]:
         """Global ranks of the workers, in order."""
         return list(range(self.size())) if self.process_set_id == 0 else list(self.process_set.ranks)
+
+    def global_rank(self) -> int:
+        """This worker's rank among all workers now."""
+        return self._hvd.rank()
 
     def size_tensor(self) -> tf.Tensor:
         """int32 scalar, read when the step runs."""
@@ -114,10 +128,13 @@ class HorovodComm:
 
     def rank_tensor(self) -> tf.Tensor:
         """int32 scalar: this worker's rank within the process set."""
-        rank = self.global_rank_tensor()
         if self.process_set_id == 0:
-            return rank
-        return tf.cast(tf.reduce_sum(tf.cast(tf.constant(self.ranks()) < rank, tf.int32)), tf.int32)
+            return self.global_rank_tensor()
+        with tf.device("CPU:0"):
+            # Asked when the step runs: after an elastic reset the set may have other ranks.
+            rank = tf.numpy_function(lambda: np.int32(self.process_set.rank()), [], tf.int32)
+        rank.set_shape([])
+        return rank
 
     def alltoall(self, payload, splits, name: str) -> tuple[tf.Tensor, tf.Tensor]:
         """Sends `splits[i]` elements of `payload` to worker i; returns what came, and how much from each."""
@@ -136,7 +153,8 @@ class HorovodComm:
         gathered = self._hvd.allgather(
             chunk, name=name, ignore_name_scope=self._ignore_name_scope, process_set=self.process_set
         )
-        _count(tf.size(gathered, out_type=tf.int64) - tf.size(chunk, out_type=tf.int64))
+        brought = tf.size(gathered, out_type=tf.int64) - tf.size(chunk, out_type=tf.int64)
+        _count(chunk.dtype.size * brought)
         return gathered
 
     def allreduce(
@@ -148,7 +166,7 @@ class HorovodComm:
         for tensor in tensors:
             self.count_ring(tensor, width)
         return self._hvd.grouped_allreduce(
-            tensors,
+            self._when_it_runs(tensors),
             op=op,
             prescale_factor=prescale_factor,
             postscale_factor=postscale_factor,
@@ -157,6 +175,22 @@ class HorovodComm:
             ignore_name_scope=True,
             process_set=self.process_set,
         )
+
+    def _when_it_runs(self, tensors) -> list[tf.Tensor]:
+        """The same tensors, none of them a constant: TensorFlow's optimizer would run Horovod's op once and keep what
+        came of it."""
+        if tf.executing_eagerly():
+            return list(tensors)
+        zero = tf.minimum(self.size_tensor(), 0)
+        results = []
+        for tensor in tensors:
+            if tensor.shape.rank:
+                result = tensor[zero:]  # no copy
+                result.set_shape(tensor.shape)
+            else:
+                result = tf.reshape(tf.reshape(tensor, [-1])[zero:], tf.shape(tensor))
+            results.append(result)
+        return results
 
     def count_ring(self, tensor, element_bytes: int) -> None:
         """Counts what a ring allreduce of the tensor makes this worker send: for what Horovod itself reduces."""
@@ -211,18 +245,124 @@ class HorovodComm:
         return tf.IndexedSlices(tf.cast(values, dtype), indices, dense_shape=slices.dense_shape)
 
     def _gather_exact(self, tensor, name: str) -> tf.Tensor:
+        (tensor,) = self._when_it_runs([tensor])
         gathered = self._hvd.allgather(tensor, name=name, ignore_name_scope=True, process_set=self.process_set)
         width = tensor.dtype.size
         _count(width * (tf.size(gathered, out_type=tf.int64) - tf.size(tensor, out_type=tf.int64)))
         return gathered
 
-    def gather_text(self, text: str, name: str) -> list[str]:
-        """Every worker's text, in order of rank. Eager; control traffic, not counted."""
+    def gather_text(self, text: str, name: str, in_steps: Sequence[str] = ()) -> list[str]:
+        """Every worker's text, in order of rank. Eager; control traffic, not counted.
+
+        Args:
+          text: this worker's.
+          name: of the collectives.
+          in_steps: names of collectives in which workers wait that go on instead of coming here; see `_watched`.
+
+        Raises:
+          RuntimeError: a worker goes on, or has not come here within `stall_timeout_s()`. Horovod has been shut down
+            then, so that the others' next collective fails, too.
+        """
         raw = tf.constant(list(text.encode()), tf.uint8)
-        # Sizes first: an empty or shorter text must not shift the others.
-        sizes = self._hvd.allgather(tf.constant([len(raw)]), name=f"{name}_sizes", process_set=self.process_set)
-        everything = self._hvd.allgather(raw, name=name, process_set=self.process_set)
+        with _watched(self, name, in_steps):
+            # Sizes first: an empty or shorter text must not shift the others.
+            sizes = self.gather_size(len(raw), f"{name}_sizes")
+            everything = self._hvd.allgather(raw, name=name, process_set=self.process_set)
         return [bytes(part.numpy()).decode() for part in tf.split(everything, sizes)]
+
+    def gather_size(self, size: int, name: str) -> tf.Tensor:
+        """Every worker's number, in order of rank. Eager; not counted."""
+
+        @tf.function(autograph=False)  # eager collectives have no names of their own
+        def gather(own):
+            return self._hvd.allgather(own, name=name, ignore_name_scope=True, process_set=self.process_set)
+
+        return gather(tf.constant([size]))
+
+    def end_job(self) -> None:
+        """Makes every collective that waits raise, on all workers; no other can be started."""
+        self._hvd.shutdown()
+
+
+STALL_VARIABLE = "HVD8BIT_STALL_TIMEOUT_SECONDS"
+STALL_TIMEOUT_S = 600.0
+STALL_WARNING_S = 30.0
+
+
+def stall_timeout_s() -> float:
+    """How long a worker waits for the others to compare a new plan: `HVD8BIT_STALL_TIMEOUT_SECONDS`; 0: for ever.
+
+    Raises:
+      ValueError: the variable holds no number of at least 0.
+    """
+    text = os.environ.get(STALL_VARIABLE)
+    if not text:
+        return STALL_TIMEOUT_S
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise ValueError(f"{STALL_VARIABLE} must be a number of seconds, 0 to wait for ever, got {text!r}")
+    return seconds
+
+
+@contextlib.contextmanager
+def _watched(comm: HorovodComm, name: str, in_steps: Sequence[str]) -> Iterator[None]:
+    """Inside, a worker that the others leave alone notices, says so, and ends the job instead of waiting for ever.
+
+    Horovod's own check of stalled tensors never fires with Gloo. So this worker also starts collectives with the names
+    of those in which workers wait that go on with what was compared before, but of another dtype. If they do wait
+    there, Horovod finds that the dtypes differ. If they come here, they start the same ones. A worker that does
+    something else altogether is left to the clock: `stall_timeout_s()`.
+    """
+    limit = stall_timeout_s()
+    done, cause = threading.Event(), []
+    waits = f"rank {comm.global_rank()} has a new list of gradients, new settings or new metrics ({name})"
+    remedy = "let all workers run the same steps"
+
+    def end(reason: str) -> None:
+        cause.append(f"{waits}, and {reason}; {remedy}. Horovod has been shut down")
+        _log.error("hvd8bit: %s", cause[0])
+        comm.end_job()
+
+    def watch() -> None:
+        warn_after = min(STALL_WARNING_S, limit / 2) if limit else STALL_WARNING_S
+        if done.wait(warn_after):
+            return
+        _log.warning(
+            "hvd8bit: %s and waits %.0f s for the others to compare it. Unless they are merely slow, %s",
+            *(waits, warn_after, remedy),
+        )
+        if limit and not done.wait(limit - warn_after):
+            end(f"the others have not come to compare it for {limit:.0f} s ({STALL_VARIABLE}; 0: wait for ever)")
+
+    def meet(in_step: str) -> None:
+        try:
+            comm.gather_size(0, in_step)
+        except Exception as error:
+            if "Mismatched" in str(error):
+                end("others go on with an older one instead of comparing it")
+
+    threads = [threading.Thread(target=meet, args=(in_step,), daemon=True) for in_step in in_steps]
+    watcher = threading.Thread(target=watch, daemon=True)
+    for thread in [watcher, *threads]:
+        thread.start()
+    try:
+        yield
+        for thread in threads:
+            thread.join()
+    except Exception as error:
+        for thread in threads:
+            thread.join(STALL_WARNING_S)
+        if cause:
+            raise RuntimeError(cause[0]) from error
+        raise
+    finally:
+        done.set()
+        watcher.join()
+    if cause:
+        raise RuntimeError(cause[0])
 
 
 class LoopbackComm:
@@ -338,12 +478,31 @@ def process_set_of(ranks: Sequence[int]):
         ) from error
 
 
+def running_workers() -> int:
+    """How many workers Horovod runs in this process's job; 1 where it does not run."""
+    import horovod.tensorflow as hvd
+
+    return hvd.size() if hvd.is_initialized() else 1
+
+
+def running_rank() -> int:
+    """This process's rank; 0 where Horovod does not run."""
+    import horovod.tensorflow as hvd
+
+    return hvd.rank() if hvd.is_initialized() else 0
+
+
 def workers_to_judge_by(comm) -> int:
     """The number of workers by which is decided what to encode: all must decide alike.
 
     In an elastic job some keep a graph that was built for another number; there it is always 2.
     """
     return 2 if elastic() else max(comm.size(), 2)
+
+
+def workers_to_choose_by(comm) -> int | None:
+    """The number of workers by which the mode of an exchange is chosen; None in an elastic job, where it changes."""
+    return None if elastic() else comm.size()
 
 
 def elastic() -> bool:
@@ -372,20 +531,40 @@ class _Also(threading.local):
 
 _also = _Also()
 _counter_lock = threading.Lock()
-_counter_variable: tf.Variable | None = None
+_counter_made = False
 
 
-def _counter() -> tf.Variable:
-    global _counter_variable
-    with _counter_lock:
-        if _counter_variable is None:
-            # A variable, so that a traced step counts each time it runs.
-            with tf.init_scope(), tf.device("CPU:0"):
-                _counter_variable = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvd8bit_sent_bytes")
-        return _counter_variable
+def _counter() -> tf.Tensor:
+    """The handle of a variable that counts, so that a traced step counts each time it runs.
+
+    Known by its name instead of being captured: a function that counts can then be exported.
+    """
+    global _counter_made
+    with tf.device("CPU:0"):
+        with _counter_lock:
+            if not _counter_made:
+                with tf.init_scope():
+                    tf.raw_ops.AssignVariableOp(resource=_counter_handle(), value=tf.constant(0, tf.int64))
+                _counter_made = True
+        return _counter_handle()
+
+
+def _counter_handle() -> tf.Tensor:
+    return tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=[], shared_name="hvd8bit_sent_bytes")
 
 
 def _count(sent: tf.Tensor) -> None:
     with tf.device("CPU:0"), unordered():
-        for counter in (_counter(), *_also.counters):
-            counter.assign_add(tf.cast(sent, tf.int64))
+        sent = tf.cast(sent, tf.int64)
+        for counter in _also.counters:
+            counter.assign_add(sent)
+        if tf.executing_eagerly():
+            tf.raw_ops.AssignAddVariableOp(resource=_counter(), value=sent)
+        elif tf.compat.v1.get_default_graph().building_function:  # a graph of TensorFlow 1 has variables of its own
+            handle = _counter()
+            # In a process that loads an exported function nobody has made the variable.
+            tf.cond(
+                tf.raw_ops.VarIsInitializedOp(resource=handle),
+                lambda: tf.group(tf.raw_ops.AssignAddVariableOp(resource=handle, value=sent)),
+                tf.no_op,
+            )

@@ -1,11 +1,12 @@
 """`EightBit`, Horovod's Compressor contract in front of the exchange.
 
 Horovod calls `compress(tensor)`, allreduces what that returns, and calls `decompress(result, context)`. Codes cannot be
-added, so `compress` hands Horovod a probe of three numbers instead, and the exchange runs in `decompress`:
+added, so `compress` hands Horovod a probe of four numbers instead, and the exchange runs in `decompress`:
 
-* The probe is [1, rank, rank²]. Whatever Horovod does to it (Sum, Average, predivide, pre- and postscale) is linear, so
-  what comes of the 1 is the factor for the sum of the tensors. In eager mode the other two betray a reduction that is
-  not linear, or not over the expected workers, before the exchange starts; in a graph the reduction's own op tells.
+* The probe is [1, rank, rank², h(rank)] with a function h that scatters. Whatever Horovod does to it (Sum, Average,
+  predivide, pre- and postscale) is linear, so what comes of the 1 is the factor for the sum of the tensors. In eager
+  mode the others betray a reduction that is not linear, or not over the expected workers, before the exchange starts;
+  in a graph the reduction's own op tells.
 * It stems from stateful ops. Horovod's allreduce op is not stateful: TensorFlow's optimizer would run one with a
   constant input once and keep the result.
 * It is named after the tensor, and the exchange's collectives after it: workers whose graphs differ elsewhere
@@ -23,14 +24,13 @@ import weakref
 import tensorflow as tf
 from horovod.tensorflow.compression import Compressor
 
-from hvd8bit import collectives
+from hvd8bit import collectives, modes
 from hvd8bit.collectives import HorovodComm
 from hvd8bit.encoding import Encoding
 from hvd8bit.exchange import differentiable_exchange
 from hvd8bit.selection import ENCODABLE, Selection
 
 _log = logging.getLogger("hvd8bit")
-_EXCHANGES = ("auto", "scatter_reduce")
 
 
 class EightBitCompressor(Compressor):
@@ -47,7 +47,10 @@ class EightBitCompressor(Compressor):
         part of a chunk, as in the paper.
       scaling: "absmax", or a power of ten: the paper's exponent offset.
       rounding: "nearest".
-      exchange: "auto" or "scatter_reduce".
+      exchange: "scatter_reduce": two rounds, in which each worker sends a quarter of what float32 takes, whatever the
+        number of workers; "allgather": one round, in which everyone sends everything to everyone: sooner there for
+        little data, with one rounding less; "auto": which of them, by the amount of data and the number of workers
+        (`hvd8bit.modes`).
       select: a `Selection`: which tensors are encoded. `min_elements=` is accepted directly, too.
       process_set: the `horovod.tensorflow.ProcessSet` that Horovod reduces over; None: all workers. It must be the
         one that the call gets.
@@ -68,8 +71,8 @@ class EightBitCompressor(Compressor):
         min_elements: int | None = None,
     ):
         self.encoding = Encoding(data_type, block_size, scaling, rounding)
-        if exchange not in _EXCHANGES:
-            raise ValueError(f"exchange must be one of {', '.join(_EXCHANGES)}, got {exchange!r}")
+        if exchange not in modes.EXCHANGES:
+            raise ValueError(f"exchange must be one of {', '.join(modes.EXCHANGES)}, got {exchange!r}")
         self.exchange = exchange
         if select is not None and not isinstance(select, Selection):
             raise TypeError(f"select must be an hvd8bit.Selection, got {type(select).__name__}")
@@ -111,22 +114,25 @@ class EightBitCompressor(Compressor):
 
     def __repr__(self):
         settings = self._settings()
-        settings["min_elements"] = settings.pop("select").min_elements
+        if self.select == Selection(self.select.min_elements):
+            settings["min_elements"] = settings.pop("select").min_elements
         if settings["process_set"] is None:
             del settings["process_set"]
         return f"EightBit({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
 
     def compress(self, tensor):
         """What Horovod is to reduce for `tensor`, and a context for `decompress`."""
+        self.refuse_rules_of_wrappers()
         tensor = tf.convert_to_tensor(tensor)
         comm = HorovodComm(self.process_set)
         # In an elastic job the number of workers may grow under a graph that one worker alone has built.
         workers = comm.size()
         if workers == 1 and (tf.executing_eagerly() or not collectives.elastic()):
             return self._pass(tensor)
-        reason = self.select.reason_to_pass(
-            tensor.dtype.name, tensor.shape.num_elements(), collectives.workers_to_judge_by(comm), self.encoding
-        )
+        elements = tensor.shape.num_elements()
+        mode = self._mode((elements,), comm)
+        workers = collectives.workers_to_judge_by(comm)
+        reason = self.select.reason_to_pass(tensor.dtype.name, elements, workers, self.encoding, mode)
         if reason is not None:
             _log_once(f"sent as they are: tensors with {reason}")
             passed, context = self._pass(tensor)
@@ -153,10 +159,24 @@ class EightBitCompressor(Compressor):
                     ctx.comm_beside(tensor),
                     factor=factor,
                     name=ctx.collective_name(tensor),
+                    mode=self._mode(tuple(handle.tensor.shape.num_elements() for handle in group), ctx.comm),
                 )
             for handle, output in zip(group, outputs):
                 handle.output = output
         return ctx.output
+
+    def _mode(self, sizes: tuple[int | None, ...], comm: HorovodComm) -> str:
+        return modes.choose(self.exchange, sizes, collectives.workers_to_choose_by(comm), self.encoding.block_size)
+
+    def refuse_rules_of_wrappers(self) -> None:
+        """Raises ValueError if the `Selection` has rules that only wrappers can keep."""
+        rules = self.select.for_wrappers()
+        if rules:
+            raise ValueError(
+                f"{', '.join(rules)} of {self.select} cannot be kept here: Horovod gives its compressor single tensors "
+                "without their variables; use hvd8bit.keras.DistributedOptimizer (without groups) or "
+                "hvd8bit.DistributedGradientTape, or leave all but min_elements out"
+            )
 
     @staticmethod
     def _pass(tensor):
@@ -172,6 +192,16 @@ def check_compression(compression) -> None:
         raise TypeError(
             "compression must be hvd8bit.EightBit, a copy of it such as hvd8bit.EightBit(data_type='linear'), or one "
             f"of hvd.Compression, got {compression!r}"
+        )
+
+
+def check_process_set(compression, comm: HorovodComm) -> None:
+    """Raises ValueError if the compressor has a process set that is not the call's."""
+    own = getattr(compression, "process_set", None)
+    if own is not None and own.process_set_id != comm.process_set_id:
+        raise ValueError(
+            f"process_set differs: {comm.process_set_id} in the call, {own.process_set_id} in {compression!r}; "
+            "leave it out of EightBit, the call's is used"
         )
 
 
@@ -193,8 +223,10 @@ class _Handle:
         # On the CPU: nothing on a GPU's stream has to wait for three numbers.
         with tf.device("CPU:0"):
             dtype = tf.float64 if self.tensor.dtype == tf.float64 else tf.float32
-            rank = tf.cast(self.comm.global_rank_tensor(), dtype)
-            probe = tf.stack([tf.ones((), dtype), rank, rank * rank])
+            rank = self.comm.global_rank_tensor()
+            scattered = tf.cast(_scattered(rank), dtype)
+            rank = tf.cast(rank, dtype)
+            probe = tf.stack([tf.ones((), dtype), rank, rank * rank, scattered])
             if self.graph is None:
                 return probe
             return tf.identity(probe, name="hvd8bit_" + re.sub("[^a-zA-Z0-9_]", "_", self.tensor.name))
@@ -205,10 +237,11 @@ class _Handle:
 
     def _check_values(self, result) -> None:
         ranks = self.comm.ranks()
-        expected = [1.0, sum(ranks) / len(ranks), sum(rank * rank for rank in ranks) / len(ranks)]
-        if result.shape == (3,):
+        columns = [(1, rank, rank * rank, _scattered(rank)) for rank in ranks]
+        expected = [sum(column) / len(ranks) for column in zip(*columns)]
+        if result.shape == (4,):
             values = [float(value) for value in result]
-            # Three sums of N float32 values, each multiplied a few times: N + 8 roundings.
+            # Sums of N float32 values, each multiplied a few times: N + 8 roundings.
             tolerance = (len(ranks) + 8) * 2.0**-23
             if all(abs(v - values[0] * e) <= tolerance * abs(values[0] * e) for v, e in zip(values, expected)):
                 return
@@ -304,6 +337,11 @@ def _log_once(message: str) -> None:
     if message not in _logged:
         _logged.add(message)
         _log.info("hvd8bit: %s", message)
+
+
+def _scattered(rank):
+    """A number below 2^12 in no order: by it differ sets of workers whose ranks and squares have equal means."""
+    return (rank * 1597 + 51749) % 244944 % 4093
 
 
 def _short(ranks: list[int]) -> str:

@@ -1,12 +1,15 @@
-"""The path of a gradient: compressed scatter-reduce, compressed allgather.
+"""The path of a gradient: compressed scatter-reduce, compressed allgather; or an allgather of everything.
 
 Codes cannot be added, so there is no allreduce of them. Worker i decodes and adds everyone's chunk i, encodes the
 sum, and sends it to all. Every worker, the chunk's owner too, decodes the same bytes: replicas stay bit-identical.
+Where lists are small, or workers two, everyone sends everything to everyone instead, and all add the same bytes in
+the same order (`hvd8bit.modes`).
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -14,13 +17,24 @@ import tensorflow as tf
 from hvd8bit import ops
 from hvd8bit.collectives import HorovodComm
 from hvd8bit.encoding import Encoding
+from hvd8bit.gathered import check_headers
+from hvd8bit.modes import ALLGATHER, SCATTER_REDUCE
 
 ELEMENTS_PER_SLICE = 2 * 2**20
 """Bytes that a slice brings through the alltoall: the transport is at its best with a few MB or less."""
 MAX_SLICES = 16
 
 
-def exchange(tensors: Sequence[tf.Tensor], encoding: Encoding, comm, *, factor, name: str) -> list[tf.Tensor]:
+def exchange(
+    tensors: Sequence[tf.Tensor],
+    encoding: Encoding,
+    comm,
+    *,
+    factor,
+    name: str,
+    mode: str = SCATTER_REDUCE,
+    slices: int | None = None,
+) -> list[tf.Tensor]:
     """The sum of all workers' tensors, in 8 bits on the wire, times factor / number of workers.
 
     Args:
@@ -31,16 +45,23 @@ def exchange(tensors: Sequence[tf.Tensor], encoding: Encoding, comm, *, factor, 
       factor: float64 scalar: what the reduction makes of a 1 that every worker puts in; 1 for the mean, the number of
         workers for the sum.
       name: of the collectives, the same on all workers and unique among those in flight.
+      mode: one of `hvd8bit.modes.MODES`, the same on all workers.
+      slices: how many, the same on all workers; None: `number_of_slices`.
 
     Returns:
       Tensors like `tensors`, bit-identical on all workers. Each worker sends 2 (N-1)/N · (1 + 4/block_size) bytes per
-      element.
+      element; with an allgather N-1 times (1 + 4/block_size).
 
     Raises:
       tf.errors.InvalidArgumentError: workers' tensors or settings differ.
     """
+    slices = number_of_slices(tensors) if slices is None else slices
+    way = _all_to_all_workers if mode == ALLGATHER else _scatter_reduce
+    return way(tensors, encoding, comm, factor, name, slices)
+
+
+def _scatter_reduce(tensors, encoding: Encoding, comm, factor, name: str, slices: int) -> list[tf.Tensor]:
     shards, shard = comm.size_tensor(), comm.rank_tensor()
-    slices = number_of_slices(tensors)
     gathered = []
     encoded: list[tf.Tensor] = []
     checked: list[tf.Tensor] = []
@@ -52,11 +73,107 @@ def exchange(tensors: Sequence[tf.Tensor], encoding: Encoding, comm, *, factor, 
         # The other slices leave when the first has shown that all workers have the same tensors and settings. Workers
         # that differ would else wait for slices that nobody sends.
         with tf.control_dependencies(checked):
-            received, sent = comm.alltoall(payload, splits, f"{name}_alltoall_{slice_}")
+            received, sent = comm.alltoall(payload, splits, f"{name}_out_{slice_}")
         mine = ops.reduce_shards(received, sent, tensors, shards, shard, encoding, slices=slices, slice_=slice_)
         checked = checked or [mine]
-        gathered.append(comm.allgather(mine, f"{name}_allgather_{slice_}"))
+        gathered.append(comm.allgather(mine, f"{name}_back_{slice_}"))
     return ops.decode_list(gathered, tensors, shards, encoding, factor=factor)
+
+
+def _all_to_all_workers(tensors, encoding: Encoding, comm, factor, name: str, slices: int) -> list[tf.Tensor]:
+    """Each worker's share is decoded to the tensors' dtypes; they are added in float32, in the order of the workers."""
+    workers = tf.cast(comm.size_tensor(), tf.int64)  # sizes of everyone's bytes may exceed 32 bits
+    sizes, gathered = [], []
+    encoded: list[tf.Tensor] = []
+    checked: list[tf.Tensor] = []
+    for slice_ in range(slices):
+        with tf.control_dependencies(encoded):
+            payload, _ = ops.encode_list(tensors, one_chunk(comm), encoding, slices=slices, slice_=slice_)
+        encoded = [payload]
+        # The name of the other mode's first round: should workers choose differently, Horovod says so at once.
+        with tf.control_dependencies(checked):
+            everyones = comm.allgather(payload, f"{name}_out_{slice_}")
+        everyones = check_headers(everyones, payload, workers)
+        checked = checked or [everyones]
+        sizes.append(tf.size(payload, out_type=tf.int64))
+        gathered.append(everyones)
+
+    def share_of(worker):
+        chunks = [chunks[worker * size : (worker + 1) * size] for chunks, size in zip(gathered, sizes)]
+        return [tf.cast(x, tf.float32) for x in ops.decode_list(chunks, tensors, 1, encoding)]
+
+    def add(worker, *totals):
+        return [worker + 1, *(total + share for total, share in zip(totals, share_of(worker)))]
+
+    _, *totals = tf.while_loop(
+        lambda worker, *_: worker < workers, add, [tf.constant(1, tf.int64), *share_of(0)], parallel_iterations=1
+    )
+    # In float64, so that N times a number, divided by N, is that number for every N.
+    scale = tf.cast(factor, tf.float64), tf.cast(workers, tf.float64)
+    return [
+        tf.cast(tf.cast(total, tf.float64) * scale[0] / scale[1], tensor.dtype)
+        for total, tensor in zip(totals, tensors)
+    ]
+
+
+def exchange_slices(
+    slices: tf.IndexedSlices, encoding: Encoding, comm, *, average: bool, name: str
+) -> tf.IndexedSlices:
+    """Everyone's rows of a sparse gradient, in the order of the workers: values in 8 bits, indices exactly.
+
+    Args:
+      slices: float32, float64, float16 or bfloat16 values [rows, ...]; the number of rows, zero included, may differ
+        between workers, all else must be the same.
+      encoding, comm, name: see `exchange`.
+      average: divide by the number of workers.
+
+    Returns:
+      IndexedSlices with the rows of all workers, bit-identical on all.
+
+    Raises:
+      tf.errors.InvalidArgumentError: workers' settings, dtypes or rows' shapes differ.
+    """
+    workers, values, indices = comm.size_tensor(), slices.values, slices.indices
+    payload, _ = ops.encode_list([values], one_chunk(comm), encoding)
+    # What a worker's part holds goes before its indices: rows, and bytes of the values.
+    head = [tf.size(indices, indices.dtype), tf.size(payload, indices.dtype)]
+    everyones_indices = comm.allgather(tf.concat([tf.stack(head), indices], 0), f"{name}_indices")
+    everyones_values = comm.allgather(payload, f"{name}_values")
+
+    def part_of(worker, at, start, rows_of, indices_of):
+        rows, size = everyones_indices[at], everyones_indices[at + 1]
+        shape = tf.concat([[tf.cast(rows, tf.int32)], tf.shape(values)[1:]], 0)
+        like = tf.raw_ops.Empty(shape=shape, dtype=values.dtype)
+        (decoded,) = ops.decode_list([everyones_values[start : start + size]], [like], 1, encoding)
+        first = at + 2
+        indices_of = indices_of.write(worker, everyones_indices[first : first + rows])
+        return worker + 1, first + rows, start + size, rows_of.write(worker, decoded), indices_of
+
+    def array(dtype, shape):
+        return tf.TensorArray(dtype, workers, element_shape=shape, infer_shape=False)
+
+    zero = tf.zeros((), indices.dtype)
+    rows_shape = tf.TensorShape([None]).concatenate(values.shape[1:])
+    *_, rows_of, indices_of = tf.while_loop(
+        lambda worker, *_: worker < workers,
+        part_of,
+        [tf.constant(0), zero, zero, array(values.dtype, rows_shape), array(indices.dtype, [None])],
+        parallel_iterations=1,
+    )
+    rows = rows_of.concat()
+    rows.set_shape(rows_shape)
+    if average:
+        rows = rows / tf.cast(workers, rows.dtype)
+    return tf.IndexedSlices(rows, indices_of.concat(), dense_shape=slices.dense_shape)
+
+
+def one_chunk(comm) -> tf.Tensor:
+    """int32 scalar 1, as the number of chunks of a list that goes to all workers as a whole.
+
+    Known when the step runs, and not before: TensorFlow's optimizer evaluates what has constant inputs, Horovod's
+    allgather included, once and for all.
+    """
+    return tf.minimum(comm.size_tensor(), 1)
 
 
 def number_of_slices(tensors: Sequence[tf.Tensor]) -> int:
@@ -71,33 +188,59 @@ def number_of_slices(tensors: Sequence[tf.Tensor]) -> int:
 
 
 def differentiable_exchange(
-    tensors: Sequence[tf.Tensor], encoding: Encoding, comm: HorovodComm, *, factor, name: str
+    tensors: Sequence[tf.Tensor],
+    encoding: Encoding,
+    comm: HorovodComm,
+    *,
+    factor,
+    name: str,
+    mode: str = SCATTER_REDUCE,
 ) -> list[tf.Tensor]:
     """`exchange` over Horovod, with the gradient of Horovod's own allreduce: the same exchange of the gradient."""
+    # Its gradient may be asked for twice in one graph, of two losses say.
+    numbers = itertools.count()
 
     @tf.custom_gradient
     def run(*inputs):
-        outputs = _traced_exchange(inputs, encoding, comm, factor, name)
+        outputs = _traced_exchange(inputs, encoding, comm, factor, name, mode)
 
         def grad(*upstream):
-            return differentiable_exchange(upstream, encoding, comm, factor=factor, name=f"{name}_grad")
+            # Eager calls wait for one another.
+            number = 0 if tf.executing_eagerly() else next(numbers)
+            inner = f"{name}_grad" if number == 0 else f"{name}_grad_{number}"
+            return differentiable_exchange(upstream, encoding, comm, factor=factor, name=inner, mode=mode)
 
         return outputs, grad
 
     return list(run(*tensors))
 
 
-def _traced_exchange(tensors, encoding: Encoding, comm: HorovodComm, factor, name: str) -> list[tf.Tensor]:
+def _traced_exchange(tensors, encoding: Encoding, comm: HorovodComm, factor, name: str, mode: str) -> list[tf.Tensor]:
     if not tf.executing_eagerly():
-        return exchange(tensors, encoding, comm, factor=factor, name=name)
+        return exchange(tensors, encoding, comm, factor=factor, name=name, mode=mode)
     # Op by op, eager execution would wait for each slice; a graph has them all under way.
-    return _graph_of_exchange(encoding, comm, name)(list(tensors), factor)
+    graph = _graph_of_exchange(encoding, comm, name, mode, number_of_slices(tensors))
+    try:
+        return graph(list(tensors), factor)
+    except tf.errors.OpError as error:
+        if "Mismatched operations" not in error.message:
+            raise
+        # Horovod's words for workers that chose different modes.
+        shapes = ", ".join(str(tensor.shape) for tensor in tensors)
+        message = (
+            f"workers exchange in different ways, this one by {mode}, so that another one holds other tensors or has "
+            f"other settings; here are {shapes}: number, order, shapes, dtypes and settings must be the same on all "
+            "workers"
+        )
+        raise tf.errors.InvalidArgumentError(None, None, f"hvd8bit: {message} ({error.message})") from error
 
 
 @functools.lru_cache(maxsize=256)
-def _graph_of_exchange(encoding: Encoding, comm: HorovodComm, name: str):
-    @tf.function(autograph=False)
+def _graph_of_exchange(encoding: Encoding, comm: HorovodComm, name: str, mode: str, slices: int):
+    # After a few shapes, TensorFlow traces one graph for all of them. The slices do not depend on what is known of
+    # shapes: workers need not have come to the same graph.
+    @tf.function(autograph=False, reduce_retracing=True)
     def run(tensors, factor):
-        return exchange(tensors, encoding, comm, factor=factor, name=name)
+        return exchange(tensors, encoding, comm, factor=factor, name=name, mode=mode, slices=slices)
 
     return run

@@ -7,41 +7,17 @@ backward pass makes the gradients.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import logging
-import re
+import threading
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
-from hvd8bit import collectives
+from hvd8bit import collectives, planning
 from hvd8bit.collectives import HorovodComm
-from hvd8bit.compression import EightBitCompressor, check_compression
-from hvd8bit.exchange import differentiable_exchange
-
-_log = logging.getLogger("hvd8bit")
-
-BUCKET_ELEMENTS = 8 * 2**20
-"""32 MB of float32: large against headers, small enough that the first one leaves early in the backward pass."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Gradient:
-    """One gradient and what will be done with it: "encode", "as it is", "sparse" or "none"."""
-
-    position: int
-    name: str
-    tensor: Any
-    treatment: str
-
-    def describe(self) -> str:
-        # Keras numbers layers as a process builds them; a number at the end of a part does not tell workers apart.
-        name = re.sub(r"_\d+(?=/|:|$)", "", self.name)
-        if self.treatment == "none":
-            return f"{name}: no gradient"
-        return f"{name}: {self.tensor.dtype.name} {self.tensor.shape}, {self.treatment}"
+from hvd8bit.compression import EightBitCompressor, check_compression, check_process_set
+from hvd8bit.exchange import differentiable_exchange, exchange_slices
+from hvd8bit.variables import tf_variable
 
 
 def reduce_gradients(
@@ -54,6 +30,9 @@ def reduce_gradients(
     sparse_as_dense: bool = False,
     process_set=None,
     scope: str = "hvd8bit",
+    variables: Sequence | None = None,
+    step=None,
+    observer=None,
 ) -> list:
     """Averages or sums the gradients of all workers.
 
@@ -63,9 +42,13 @@ def reduce_gradients(
       compression: `EightBit`, or any Horovod compressor.
       op: `hvd.Average` (the default) or `hvd.Sum`.
       gradient_predivide_factor: as in Horovod; only with Average.
-      sparse_as_dense: IndexedSlices become dense tensors, and are compressed. Otherwise they are gathered exactly.
+      sparse_as_dense: IndexedSlices become dense tensors, and are compressed. Otherwise they are gathered: exactly, or
+        with `Selection(sparse="compress")` their values in 8 bits.
       process_set: the Horovod process set to reduce over; None: all workers.
       scope: prefix of the names of the collectives: one for each optimizer or tape.
+      variables: whose gradients these are, for rules of the `Selection` that are functions.
+      step: number of the step, a variable or a tensor, for `Selection(start_step=...)`.
+      observer: what looks on, for telemetry, an `hvd8bit.keras.telemetry.Observer`; the same on all workers.
 
       All arguments, and of the gradients number, order, shapes and dtypes, must be the same on all workers.
 
@@ -81,29 +64,63 @@ def reduce_gradients(
     check_compression(compression)
     comm = HorovodComm(process_set)
     average, factor = _scale(op, gradient_predivide_factor)
-    _check_process_set(compression, comm)
+    check_process_set(compression, comm)
     if len(gradients) != len(names):
         raise ValueError(f"names must be as many as gradients, got {len(names)} names for {len(gradients)} gradients")
+    workers = comm.size()
     if not comm.process_set.included():
         return list(gradients)
-    if comm.size() == 1 and (tf.executing_eagerly() or not collectives.elastic()):
+    if workers == 1 and (tf.executing_eagerly() or not collectives.elastic()):
         return list(gradients)
 
-    plan = [
-        _Gradient(position, name, *_treatment(gradient, compression, sparse_as_dense))
-        for position, (name, gradient) in enumerate(zip(names, gradients))
-    ]
+    start_step = compression.select.start_step if isinstance(compression, EightBitCompressor) else 0
+    if start_step and step is None:
+        raise ValueError(
+            f"Selection(start_step={start_step}) needs the number of the step: give it to "
+            "hvd8bit.DistributedGradientTape(tape, step=optimizer.iterations); hvd8bit.keras.DistributedOptimizer "
+            "knows it"
+        )
+    plan = planning.make(gradients, names, variables, compression, sparse_as_dense)
     settings = f"compression={compression!r}, average={average}, factor={factor}, scope={scope}"
-    _agree([settings, *(gradient.describe() for gradient in plan)], comm)
+    if observer is not None:
+        settings += f", {observer}"
+    usual = getattr(compression, "encoding", None)
+    started = f"step {_value(step)}" if start_step else ""
+    lines = [settings, *(gradient.describe(usual) for gradient in plan)]
+    _agree(lines, comm, started, _first_collective(plan, compression, comm, scope))
+
+    def reduced(plan, scope):
+        return _reduce(plan, compression, comm, average, factor, gradient_predivide_factor, scope)
+
+    def exact():
+        return reduced([gradient.exactly() for gradient in plan], f"{scope}_exact")
+
+    on = tf.convert_to_tensor(tf_variable(step)) >= start_step if start_step else True
 
     def reduce():
-        return _reduce(plan, compression, comm, average, factor, gradient_predivide_factor, scope)
+        if tf.is_tensor(on) and not tf.executing_eagerly():
+            return tf.cond(on, lambda: reduced(plan, scope), exact)
+        return reduced(plan, scope) if on else exact()
 
     if collectives.elastic() and not tf.executing_eagerly():
         # One worker may be left of many, or become many, under the same graph.
         untouched = [gradient.tensor for gradient in plan]
         return tf.cond(comm.size_tensor() > 1, reduce, lambda: untouched)
-    return reduce()
+    if observer is None:
+        return reduce()
+    began = observer.begin(plan)
+    results = reduce()
+    observer.observe(plan, results, began, on, lambda some: reduced(some, f"{scope}_observed"), compression, comm)
+    return results
+
+
+def _value(step) -> str:
+    """The step's number, where it can be told when a graph is built."""
+    step = tf_variable(step)
+    if not isinstance(step, tf.Variable):
+        return str(tf.get_static_value(step)) if tf.is_tensor(step) else str(step)
+    with tf.init_scope():
+        return str(int(step.numpy())) if tf.executing_eagerly() else "unknown"
 
 
 def _scale(op, predivide: float) -> tuple[bool, float]:
@@ -121,33 +138,6 @@ def _scale(op, predivide: float) -> tuple[bool, float]:
     return average, (1.0 / predivide) * predivide
 
 
-def _check_process_set(compression, comm: HorovodComm) -> None:
-    own = getattr(compression, "process_set", None)
-    if own is not None and own.process_set_id != comm.process_set_id:
-        raise ValueError(
-            f"process_set differs: {comm.process_set_id} in the call, {own.process_set_id} in {compression!r}; "
-            "leave it out of EightBit, the call's is used"
-        )
-
-
-def _treatment(gradient, compression, sparse_as_dense: bool):
-    """The gradient as a tensor, and what will be done with it."""
-    if gradient is None:
-        return None, "none"
-    if isinstance(gradient, tf.IndexedSlices):
-        if not sparse_as_dense:
-            _log_once("sparse gradients (IndexedSlices) are not compressed; sparse_as_dense=True compresses them")
-            return gradient, "sparse"
-        gradient = tf.convert_to_tensor(gradient)
-    gradient = tf.convert_to_tensor(gradient)
-    if not isinstance(compression, EightBitCompressor):
-        return gradient, "as it is"
-    reason = compression.select.reason_to_pass(
-        gradient.dtype.name, gradient.shape.num_elements(), None, compression.encoding
-    )
-    return gradient, "encode" if reason is None else "as it is"
-
-
 def _reduce(plan, compression, comm: HorovodComm, average, factor, predivide, scope) -> list:
     import horovod.tensorflow as hvd
 
@@ -157,62 +147,79 @@ def _reduce(plan, compression, comm: HorovodComm, average, factor, predivide, sc
     scale = tf.constant(factor, tf.float64)
     if not average:
         scale = scale * tf.cast(comm.size_tensor(), tf.float64)
-    as_they_are = [g for g in backward if g.treatment == "as it is"]
-    for number, bucket in enumerate(_buckets([g for g in backward if g.treatment == "encode"])):
-        sizes = tuple(g.tensor.shape.num_elements() for g in bucket)
-        if not compression.select.bucket_pays(sizes, compression.encoding, collectives.workers_to_judge_by(comm)):
-            as_they_are += bucket
-            continue
-        outputs = differentiable_exchange(
-            [g.tensor for g in bucket], compression.encoding, comm, factor=scale, name=f"{scope}_bucket_{number}"
-        )
-        for gradient, output in zip(bucket, outputs):
-            results[gradient.position] = output
+    as_they_are = [g for g in backward if g.treatment == planning.EXACT]
+    if isinstance(compression, EightBitCompressor):
+        judge_by, choose_by = collectives.workers_to_judge_by(comm), collectives.workers_to_choose_by(comm)
+        for number, bucket in enumerate(planning.encoded_buckets(plan, compression, judge_by, choose_by)):
+            if bucket.mode is None:
+                as_they_are += bucket.gradients
+                continue
+            outputs = differentiable_exchange(
+                [g.tensor for g in bucket.gradients],
+                bucket.encoding,
+                comm,
+                factor=scale,
+                name=_bucket_name(scope, number),
+                mode=bucket.mode,
+            )
+            for gradient, output in zip(bucket.gradients, outputs):
+                results[gradient.position] = output
 
     plain = None if isinstance(compression, EightBitCompressor) else compression
     for dtype in sorted({g.tensor.dtype.name for g in as_they_are}):
         # bfloat16 is none of Horovod's dtypes; beside EightBit float16 is summed as float32, too.
         wide = dtype == "bfloat16" or (plain is None and dtype == "float16")
-        for number, bucket in enumerate(_buckets([g for g in as_they_are if g.tensor.dtype.name == dtype])):
+        for number, fused in enumerate(planning.buckets([g for g in as_they_are if g.tensor.dtype.name == dtype])):
             outputs = comm.allreduce(
-                [tf.cast(g.tensor, tf.float32) if wide else g.tensor for g in bucket],
+                [tf.cast(g.tensor, tf.float32) if wide else g.tensor for g in fused],
                 f"{scope}_{dtype}_{number}",
                 op=hvd.Average if average else hvd.Sum,
                 prescale_factor=1.0 / predivide,
                 postscale_factor=predivide,
                 compression=plain,
             )
-            for gradient, output in zip(bucket, outputs):
+            for gradient, output in zip(fused, outputs):
                 results[gradient.position] = tf.cast(output, dtype) if wide else output
 
     for gradient in backward:
-        if gradient.treatment == "sparse":
-            results[gradient.position] = comm.gather_slices(
-                gradient.tensor, f"{scope}_sparse_{gradient.position}", average=average
+        name = f"{scope}_sparse_{gradient.position}"
+        if gradient.treatment == planning.SPARSE:
+            results[gradient.position] = comm.gather_slices(gradient.tensor, name, average=average)
+        elif gradient.treatment == planning.SPARSE_ENCODE:
+            assert gradient.encoding is not None
+            results[gradient.position] = exchange_slices(
+                gradient.tensor, gradient.encoding, comm, average=average, name=name
             )
     return results
-
-
-def _buckets(gradients: list[_Gradient]) -> list[list[_Gradient]]:
-    """Consecutive gradients together, up to `BUCKET_ELEMENTS`; one of unknown size alone."""
-    buckets: list[list[_Gradient]] = []
-    room = 0
-    for gradient in gradients:
-        elements = gradient.tensor.shape.num_elements()
-        size = BUCKET_ELEMENTS if elements is None else elements
-        if not buckets or size > room:
-            buckets.append([])
-            room = BUCKET_ELEMENTS
-        buckets[-1].append(gradient)
-        room -= size
-    return buckets
 
 
 _agreed: set[tuple] = set()
 
 
-def _agree(lines: list[str], comm: HorovodComm) -> None:
+def _first_collective(plan, compression, comm: HorovodComm, scope: str) -> str | None:
+    """The name of one in which a worker waits that runs this plan by itself, or None where nothing is encoded."""
+    if not isinstance(compression, EightBitCompressor):
+        return None
+    judge_by, choose_by = collectives.workers_to_judge_by(comm), collectives.workers_to_choose_by(comm)
+    buckets = planning.encoded_buckets(plan, compression, judge_by, choose_by)
+    number = next((number for number, bucket in enumerate(buckets) if bucket.mode is not None), None)
+    return None if number is None else f"{_bucket_name(scope, number)}_out_0"
+
+
+def _bucket_name(scope: str, number: int) -> str:
+    return f"{scope}_bucket_{number}"
+
+
+_first_collectives: dict[tuple, list[str]] = {}
+"""By process set and thread: those of the plans that its workers have agreed on, the newest last."""
+KEPT_COLLECTIVES = 8
+
+
+def _agree(lines: list[str], comm: HorovodComm, started: str = "", first_collective: str | None = None) -> None:
     """Raises ValueError on every worker unless all have the same lines. Says nothing twice.
+
+    `started` is compared, too, when the lines are new: what may change later, alike on all workers.
+    `first_collective` is where workers wait from now on that run this plan while another has a new one.
 
     Not in elastic jobs: a worker that joins has a new plan, the others keep the graph that they built, and nobody would
     answer. There the chunk headers tell.
@@ -223,12 +230,19 @@ def _agree(lines: list[str], comm: HorovodComm) -> None:
     key = (text, comm.process_set_id, comm.size())
     if key in _agreed:
         return
+    # Another thread may be in a step of its own.
+    known = _first_collectives.setdefault((comm.process_set_id, threading.get_ident()), [])
+    if started:
+        text = f"{lines[0]}, {started}\n" + "\n".join(lines[1:])
     with tf.init_scope():
         if tf.executing_eagerly():
             digest = hashlib.sha256(text.encode()).hexdigest()
-            if len(set(comm.gather_text(digest, "hvd8bit_plan"))) > 1:
+            if len(set(comm.gather_text(digest, "hvd8bit_plan", known))) > 1:
                 raise ValueError(_difference(comm.gather_text(text, "hvd8bit_plan_in_full"), comm.ranks()))
     _agreed.add(key)
+    if first_collective is not None and first_collective not in known:
+        known.append(first_collective)
+        del known[:-KEPT_COLLECTIVES]
 
 
 def _difference(texts: list[str], ranks: list[int]) -> str:
@@ -243,12 +257,3 @@ def _difference(texts: list[str], ranks: list[int]) -> str:
         f"rank {ranks[other]} has '{shown[1]}' ({len(second) - 1} gradients); settings, and the number, order, names, "
         "shapes and dtypes of the gradients must be the same on all workers"
     )
-
-
-_logged: set[str] = set()
-
-
-def _log_once(message: str) -> None:
-    if message not in _logged:
-        _logged.add(message)
-        _log.warning("hvd8bit: %s", message)

@@ -54,3 +54,12 @@ def unique(names: Iterable[str]) -> list[str]:
         seen[name] += 1
         result.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
     return result
+
+
+def divided(gradient, size):
+    """A gradient over a number: a tensor, IndexedSlices or None."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(divided(gradient.values, size), gradient.indices, gradient.dense_shape)
+    return gradient / tf.cast(size, gradient.dtype)

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd8bit.exchange as path
-from hvd8bit import ops
+from hvd8bit import modes, ops
 from hvd8bit.bench import timing, train
 from hvd8bit.collectives import HorovodComm, reset_sent_bytes, sent_bytes
 from hvd8bit.compression import EightBit
@@ -48,6 +48,7 @@ class Settings:
       rounds, budget_s: for each list of tensors; see `timing.interleaved`.
       rate_bit_per_s: of each worker's link, for the records; None where it is not known.
       slices: numbers of slices to try beside the default.
+      exchanges: modes of the exchange to try, of `hvd8bit.modes.MODES`.
       sums_only: leave out the parts and both bounds.
     """
 
@@ -58,8 +59,12 @@ class Settings:
     rate_bit_per_s: float | None = None
     slices: tuple[int, ...] = ()
     sums_only: bool = False
+    exchanges: tuple[str, ...] = ()
 
     def __post_init__(self):
+        other = [name for name in self.exchanges if name not in modes.MODES]
+        if other:
+            raise ValueError(f"exchanges must be of {', '.join(modes.MODES)}, got {', '.join(other)}")
         unknown = [name for name in self.compressions if name not in COMPRESSIONS]
         if unknown or not self.compressions:
             raise ValueError(f"compressions must be of {', '.join(COMPRESSIONS)}, got {', '.join(unknown) or 'none'}")
@@ -67,6 +72,31 @@ class Settings:
     @property
     def data_types(self) -> list[str]:
         return [name for name in self.compressions if name in DATA_TYPES]
+
+
+def rule(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """What the records of both modes say about `hvd8bit.modes`: up to which size an allgather was no slower.
+
+    Returns:
+      workers; largest_elements, the largest size up to which it was, 0 if there was none; more_bytes, what it sends
+      more there than a scatter-reduce, which is a lower bound of ROUND_BYTES, as largest_elements is of
+      MAX_ALLGATHER_ELEMENTS; None unless both modes were measured.
+    """
+    seen: dict[int, dict[str, float]] = {}
+    for record in records:
+        if record["compression"] == "exchanges":
+            seen.setdefault(record["elements"], {})[record["exchange"]] = record["median_s"]
+    both = {elements: times for elements, times in sorted(seen.items()) if len(times) == len(modes.MODES)}
+    if not both:
+        return None
+    largest = 0
+    for elements, times in both.items():
+        if times[modes.ALLGATHER] > times[modes.SCATTER_REDUCE]:
+            break
+        largest = elements
+    workers = records[0]["workers"]
+    more = (workers - 1) * (workers - 2) / workers * largest
+    return {"workers": workers, "largest_elements": largest, "more_bytes": more}
 
 
 def gradient_shapes(model: str) -> list[tuple[int, ...]]:
@@ -98,7 +128,8 @@ def run(
 
     Returns:
       A record for each compression, `bare` and `no_communication`, the same on all workers, and one for each number of
-      slices in `settings.slices`, marked by `compression` being "slices".
+      slices in `settings.slices`, marked by `compression` being "slices", and for each mode in `settings.exchanges`,
+      marked by "exchanges".
 
     Raises:
       RuntimeError: a sum is wrong, or the workers' sums differ: nothing is timed.
@@ -217,6 +248,7 @@ class _Bench:
             cases[NO_COMMUNICATION] = self._without_communication(first)
             cases[BARE] = self._bare()
         cases.update({f"slices {n}": self._sliced(first, n) for n in self.settings.slices})
+        cases.update({f"exchange {mode}": self._in_mode(first, mode) for mode in self.settings.exchanges})
         return cases
 
     def _encoding(self, name: str) -> Encoding:
@@ -271,6 +303,13 @@ class _Bench:
             exchange.get_concrete_function(self.encoded)
         return lambda: exchange(self.encoded)
 
+    def _in_mode(self, name: str, mode: str) -> Callable[[], object]:
+        @tf.function(autograph=False)
+        def exchange(tensors):
+            return path.exchange(tensors, self._encoding(name), self.comm, factor=1.0, name=f"bench_{mode}", mode=mode)
+
+        return lambda: exchange(self.encoded)
+
     def _bare(self) -> Callable[[], object]:
         """The exchange's bytes in its slices, all enqueued at once, and nothing else."""
         sizes = [int(tf.size(x)) for x in self.encoded]
@@ -303,6 +342,8 @@ class _Bench:
                 yield self._record(name, samples[name], samples, None)
         for slices in self.settings.slices if self.settings.data_types else ():
             yield {**self._record("slices", samples[f"slices {slices}"], samples, None), "slices": slices}
+        for mode in self.settings.exchanges if self.settings.data_types else ():
+            yield {**self._record("exchanges", samples[f"exchange {mode}"], samples, None), "exchange": mode}
 
     def _record(
         self, name: str, sample: timing.Samples, samples: dict[str, timing.Samples], counted: float | None

@@ -73,6 +73,7 @@ SLICES: Columns = (
     ("slices", _plain("slices")),
     *(column for column in EXCHANGE if column[0] in ("time", "of none", "of bare", "spread", "B/element")),
 )
+MODES: Columns = (("exchange", _plain("exchange")), *SLICES[1:])
 TRAIN: Columns = (
     ("compression", _plain("compression")),
     ("images/s", _number("images_per_s", "{:.1f}")),
@@ -124,10 +125,12 @@ def run_of(record: Record) -> tuple:
 
 
 def split(records: Sequence[Record]) -> list[tuple[Columns, list[Record]]]:
-    """An exchange's records of one run: the sums, and the other numbers of slices where some were tried."""
-    sums = [r for r in records if r["compression"] != "slices"]
-    slices = [r for r in records if r["compression"] == "slices"]
-    return [(EXCHANGE_OF_A_RUN, sums), *([(SLICES, slices)] if slices else [])]
+    """An exchange's records of one run: the sums; the other numbers of slices and the modes where some were tried."""
+    kinds: dict[str, list[Record]] = {"slices": [], "exchanges": [], "": []}
+    for record in records:
+        kinds.get(record["compression"], kinds[""]).append(record)
+    parts = [(EXCHANGE_OF_A_RUN, kinds[""]), (SLICES, kinds["slices"]), (MODES, kinds["exchanges"])]
+    return parts[:1] + [part for part in parts[1:] if part[1]]
 
 
 def cells(records: Sequence[Record], columns: Columns) -> tuple[list[str], list[list[str]]]:

@@ -159,6 +159,14 @@ def _add_exchange(benches: Any) -> None:
     parser.add_argument(
         "--slices", type=common.counts, default=[], metavar="S,S,…", help="numbers of slices to try, too"
     )
+    parser.add_argument(
+        "--exchanges",
+        type=_compressions,
+        default=(),
+        metavar="M,M",
+        help="of scatter_reduce, allgather: modes of the exchange to time, too; with both, says up to which size an "
+        "allgather is no slower, which is what exchange='auto' goes by",
+    )
     parser.add_argument("--sums-only", action="store_true", help="leave out the parts, 'bare' and 'no_communication'")
     _add_rounds(parser, rounds=20, seconds=20.0)
     common.add_outputs(parser, "the time over the number of elements")
@@ -180,6 +188,7 @@ def _exchange(args: argparse.Namespace) -> int:
                 rate_bit_per_s=timing.rate_bit_per_s(args.rate),
                 slices=tuple(args.slices),
                 sums_only=args.sums_only,
+                exchanges=args.exchanges,
             )
         )
         lists: list[tuple[str | None, Sequence[tuple[int, ...]]]] = []
@@ -200,9 +209,17 @@ def _exchange(args: argparse.Namespace) -> int:
                     output.table(part, columns, about, show)
                     show.print()
         if rank == 0:
-            slices = [r for r in records if r["compression"] == "slices"]
-            records = [r for r in records if r["compression"] != "slices"]
-            _write(args, "exchange", records, **({"slices": slices} if slices else {}))
+            aside = {kind: [r for r in records if r["compression"] == kind] for kind in ("slices", "exchanges")}
+            extra: dict[str, Any] = {kind: found for kind, found in aside.items() if found}
+            found_rule = exchange.rule(records)
+            if found_rule:
+                extra["rule"] = found_rule
+                show.print(
+                    f"{found_rule['workers']} workers: an allgather was no slower than a scatter-reduce up to "
+                    f"{found_rule['largest_elements']:,} elements, where it sends {found_rule['more_bytes']:,.0f} "
+                    "bytes more"
+                )
+            _write(args, "exchange", [r for r in records if r["compression"] not in aside], **extra)
     return 0
 
 

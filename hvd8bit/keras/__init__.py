@@ -8,6 +8,6 @@ model.fit(..., callbacks=[hvd8bit.keras.callbacks.BroadcastGlobalVariablesCallba
 
 from hvd8bit.keras import callbacks
 from hvd8bit.keras.elastic import ElasticState
-from hvd8bit.keras.optimizer import DistributedOptimizer
+from hvd8bit.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 
-__all__ = ["DistributedOptimizer", "ElasticState", "callbacks"]
+__all__ = ["DistributedOptimizer", "ElasticState", "PartialDistributedOptimizer", "callbacks"]

@@ -1,4 +1,4 @@
-"""Callbacks for training on several Horovod workers, with the names and arguments of Horovod's own.
+"""Callbacks for training on several Horovod workers, with the names and arguments of Horovod's own; and telemetry.
 
 They serve models of Keras 3, which Horovod's own do not, and of Keras 2 alike. What they send is exact:
 broadcasts move bytes, and metrics are averaged in float64, whatever compression the optimizer uses.
@@ -6,28 +6,23 @@ broadcasts move bytes, and metrics are averaged in float64, whatever compression
 
 from __future__ import annotations
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from hvd8bit import api, collectives, reduction
+from hvd8bit.keras.base import Callback, is_keras3
+from hvd8bit.keras.telemetry import TelemetryCallback
 from hvd8bit.variables import is_sharded, name_of, optimizer_variables, tf_variable
 
-
-class _Callback(keras.callbacks.Callback):
-    """A callback for models of either Keras: tf_keras asks its callbacks what they implement."""
-
-    def _implements_train_batch_hooks(self):
-        return True
-
-    def _implements_test_batch_hooks(self):
-        return False
-
-    def _implements_predict_batch_hooks(self):
-        return False
+__all__ = [
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+    "TelemetryCallback",
+]
 
 
-class BroadcastGlobalVariablesCallback(_Callback):
+class BroadcastGlobalVariablesCallback(Callback):
     """Gives all workers the weights and the optimizer's state of one worker when training starts.
 
     With Keras 3 that is before the first step; with Keras 2, whose optimizer makes its state in that step,
@@ -60,7 +55,7 @@ class BroadcastGlobalVariablesCallback(_Callback):
         self._local_variables.append(var)
 
     def on_train_begin(self, logs=None):
-        if not self.broadcast_done and _is_keras3(self.model) and self.model.built:
+        if not self.broadcast_done and is_keras3(self.model) and self.model.built:
             optimizer = self.model.optimizer
             if optimizer is not None and not optimizer.built:
                 optimizer.build(self.model.trainable_variables)
@@ -79,7 +74,7 @@ class BroadcastGlobalVariablesCallback(_Callback):
         self.broadcast_done = True
 
 
-class MetricAverageCallback(_Callback):
+class MetricAverageCallback(Callback):
     """Replaces the epoch's metrics by their mean over the workers, for the callbacks that come after it.
 
     Put it before ReduceLROnPlateau, EarlyStopping, ModelCheckpoint and the like, which must decide alike on
@@ -118,7 +113,7 @@ class MetricAverageCallback(_Callback):
             logs[name] = float(mean) if np.ndim(mean) == 0 else mean
 
 
-class LearningRateWarmupCallback(_Callback):
+class LearningRateWarmupCallback(Callback):
     """Raises the learning rate from `initial_lr / N` to `initial_lr` over the first epochs, batch by batch.
 
     After Goyal et al., "Accurate, Large Minibatch SGD", section 2.2: in batch b of epoch e the rate is
@@ -212,10 +207,6 @@ class LearningRateWarmupCallback(_Callback):
 
             if hvd.rank() == 0:
                 print(f"\nEpoch {epoch + 1}: the learning rate's warm-up has ended at {rate:g}.")
-
-
-def _is_keras3(model) -> bool:
-    return int(keras.__version__.split(".")[0]) >= 3 and isinstance(model, keras.Model)
 
 
 def _shared_variables(optimizer, weights) -> list:

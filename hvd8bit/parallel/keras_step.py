@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from hvd8bit.collectives import HorovodComm
-from hvd8bit.keras.optimizer import is_distributed
+from hvd8bit.keras.keras3_class import is_distributed
 from hvd8bit.variables import is_sharded
 
 _MEANS = ("sum_over_batch_size", "mean")

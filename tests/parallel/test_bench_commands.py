@@ -26,6 +26,7 @@ from hvd8bit.bench import exchange
 folder = sys.argv[1]
 small = ["--rounds", "3", "--budget", "100ms"]
 several = ["--elements", "20000", "--gradients-of", "MobileNet", "--slices", "2"]
+several += ["--exchanges", "scatter_reduce,allgather"]
 several += ["--rate", "1Gbit/s", "--compressions", "none,fp16,dynamic_tree,linear"]
 written = ["--json", folder + "/exchange.json", "--plot", folder + "/e.png"]
 codes = [cli.main(["bench", "exchange", *several, *small, *written])]
@@ -66,12 +67,16 @@ def test_exchange_writes_what_the_model_reads(measured):
         parts = [r[f"{part}_s"] for part in ("encode", "alltoall", "reduce", "allgather", "decode")]
         assert all(part > 0 for part in parts) if r["compression"] in names[2:] else parts == [None] * 5
     by_name = {r["compression"]: r for r in one}
-    # 20,000 codes, 20 scales and 2 headers, in chunks of two workers; each chunk's own blocks end early.
-    sent = (ELEMENTS + 4 * 21 + 2 * 64) / ELEMENTS
-    assert by_name["dynamic_tree"]["bytes_per_element"] == pytest.approx(sent, rel=0.002)
+    # 20,000 codes, 20 scales and a header: two workers send each other everything.
+    sent = (ELEMENTS + 4 * 20 + 64) / ELEMENTS
+    assert by_name["dynamic_tree"]["bytes_per_element"] == pytest.approx(sent, rel=0.0001)
     assert by_name["none"]["bytes_per_element"] == 4
     assert by_name["fp16"]["bytes_per_element"] == 2
     assert [r["slices"] for r in content["slices"]] == [2, 2]
+    assert [r["exchange"] for r in content["exchanges"]] == ["scatter_reduce", "allgather"] * 2
+    assert all(r["median_s"] > 0 for r in content["exchanges"])
+    assert content["rule"]["workers"] == 2
+    assert content["rule"]["largest_elements"] in (0, ELEMENTS, 4_231_976)
 
     from hvd8bit.speedup import calibrate
 

@@ -4,6 +4,5 @@ import pytest
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 def test_horovods_calls_and_our_wrappers(workers):
-    launch.run_cases(
-        ["cases_allreduce.py", "cases_wrappers.py"], workers=workers, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
-    )
+    files = ["cases_allreduce.py", "cases_wrappers.py", "cases_choices.py"]
+    launch.run_cases(files, workers=workers, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})

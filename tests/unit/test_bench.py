@@ -232,6 +232,34 @@ def test_an_exchange_is_replayed_without_communication():
     assert len(recorded.given) == 6, "all that would have been sent was made"
 
 
+def timed(elements: int, scatter_reduce: float, allgather: float, workers: int) -> list[dict]:
+    times = {"scatter_reduce": scatter_reduce, "allgather": allgather}
+    common = {"workers": workers, "elements": elements}
+    return [record("exchanges", time, exchange=mode, **common) for mode, time in times.items()]
+
+
+def test_the_rule_of_the_modes():
+    seen = [*timed(3000, 1.0, 1.1, 4), *timed(2000, 1.0, 1.0, 4), *timed(1000, 1.0, 0.5, 4), *timed(9000, 1.0, 0.5, 4)]
+    assert exchange.rule(seen) == {"workers": 4, "largest_elements": 2000, "more_bytes": 3000}
+    assert exchange.rule(timed(1000, 1.0, 2.0, 2)) == {"workers": 2, "largest_elements": 0, "more_bytes": 0}
+    assert exchange.rule(seen[:1]) is None
+    assert exchange.rule(EXCHANGE) is None
+
+
+def test_modes_have_a_table_of_their_own():
+    parts = output.split([*EXCHANGE, *timed(1000, 1.0, 2.0, 2)])
+    assert [len(part) for _, part in parts] == [len(EXCHANGE), 2]
+    heads, rows = output.cells(parts[1][1], parts[1][0])
+    assert heads[:2] == ["exchange", "time"]
+    assert [row[0] for row in rows] == ["scatter_reduce", "allgather"]
+
+
+@pytest.mark.parametrize("wrong", [("ring",), ("allgather", "auto")])
+def test_modes_that_are_none(wrong):
+    with pytest.raises(ValueError, match=rf"exchanges must be of scatter_reduce, allgather, got {wrong[-1]}"):
+        exchange.Settings(exchanges=wrong)
+
+
 # Tables and plots
 
 

@@ -13,8 +13,7 @@ import pytest
 import tensorflow as tf
 
 from hvd8bit import collectives, reduction
-from hvd8bit.keras import DistributedOptimizer
-from hvd8bit.keras import optimizer as module
+from hvd8bit.keras import DistributedOptimizer, teaching
 
 pytestmark = pytest.mark.skipif(keras.__version__ < "3", reason="for Keras 3")
 
@@ -181,7 +180,10 @@ def test_arguments_reach_the_reduction(workers):
     optimizer.apply([tf.ones(3), None, tf.ones(3)], variables)
     names, arguments = workers.calls[0]
     assert names == ["v0", "v1", "t:0"]
+    assert all(ours is given for ours, given in zip(arguments.pop("variables"), variables))
+    assert int(arguments.pop("step")) == 0
     assert arguments == {
+        "observer": None,
         "compression": fp16,
         "op": hvd.Sum,
         "gradient_predivide_factor": 2.0,
@@ -429,6 +431,6 @@ def test_no_gradient_at_all():
 
 def test_hooks_are_set_once():
     before = keras.optimizers.LossScaleOptimizer.apply, keras.Model._resolve_auto_jit_compile
-    module._teach_loss_scale_optimizer()
-    module._teach_auto_jit_compile()
+    teaching.teach_loss_scale_optimizer()
+    teaching.teach_auto_jit_compile()
     assert (keras.optimizers.LossScaleOptimizer.apply, keras.Model._resolve_auto_jit_compile) == before

@@ -8,11 +8,11 @@ import horovod.tensorflow as hvd
 import pytest
 import tensorflow as tf
 
-from hvd8bit import reduction, variables
+from hvd8bit import planning, reduction, variables
 
 
-def gradient(position: int, shape) -> reduction._Gradient:
-    return reduction._Gradient(position, f"v{position}", tf.TensorSpec(shape), "encode")
+def gradient(position: int, shape) -> planning.Gradient:
+    return planning.Gradient(position, f"v{position}", tf.TensorSpec(shape), "encode")
 
 
 def positions(buckets):
@@ -20,15 +20,15 @@ def positions(buckets):
 
 
 def test_buckets_hold_consecutive_gradients_up_to_their_size(monkeypatch):
-    monkeypatch.setattr(reduction, "BUCKET_ELEMENTS", 100)
+    monkeypatch.setattr(planning, "BUCKET_ELEMENTS", 100)
     sizes = [60, 40, 1, 200, 50, 50, 1]
-    buckets = reduction._buckets([gradient(i, [size]) for i, size in enumerate(sizes)])
+    buckets = planning.buckets([gradient(i, [size]) for i, size in enumerate(sizes)])
     assert positions(buckets) == [[0, 1], [2], [3], [4, 5], [6]]
-    assert reduction._buckets([]) == []
+    assert planning.buckets([]) == []
 
 
 def test_a_gradient_of_unknown_size_goes_alone():
-    buckets = reduction._buckets([gradient(0, [3]), gradient(1, [None]), gradient(2, [3]), gradient(3, [0])])
+    buckets = planning.buckets([gradient(0, [3]), gradient(1, [None]), gradient(2, [3]), gradient(3, [0])])
     assert positions(buckets) == [[0], [1], [2, 3]]
 
 
@@ -79,10 +79,10 @@ def test_a_difference_names_the_first_line_that_differs(other, message):
 
 
 def test_a_plans_line():
-    dense = reduction._Gradient(0, "dense_3/kernel:0", tf.TensorSpec([3, 4], tf.float16), "encode")
+    dense = planning.Gradient(0, "dense_3/kernel:0", tf.TensorSpec([3, 4], tf.float16), "encode")
     # Keras numbers layers as a process builds them: no difference between workers.
     assert dense.describe() == "dense/kernel:0: float16 (3, 4), encode"
-    assert reduction._Gradient(1, "bias", None, "none").describe() == "bias: no gradient"
+    assert planning.Gradient(1, "bias", None, "none").describe() == "bias: no gradient"
 
 
 def test_names_that_repeat_are_numbered():

@@ -141,3 +141,114 @@ def test_negative_min_elements():
 )
 def test_number_of_slices(shapes, slices):
     assert number_of_slices([tf.TensorSpec(shape) for shape in shapes]) == slices
+
+
+# Rules about variables, for hvd8bit's own wrappers.
+
+NAMES = ["model/dense/kernel", "model/dense/bias", "model/conv_1/kernel", "table:0"]
+
+
+def treated(select: Selection) -> dict[str, str]:
+    """What becomes of each name: the encoding's data type, or why it is not encoded."""
+    found = {}
+    for name in NAMES:
+        encoding, reason = select.encoding_for(name, None, Encoding())
+        found[name] = reason if encoding is None else f"{encoding.data_type} {encoding.block_size}"
+    return found
+
+
+USUAL = "dynamic_tree 1024"
+
+
+@pytest.mark.parametrize(
+    ("settings", "others"),
+    [
+        ({}, {}),
+        ({"exclude": "*/bias"}, {"model/dense/bias": "excluded by '*/bias'"}),
+        ({"exclude": ["*/bias", "table"]}, {
+            "model/dense/bias": "excluded by '*/bias'",
+            "table:0": "excluded by 'table'",
+        }),
+        ({"exclude": "BIAS"}, {}),
+        ({"exclude": "dense"}, {}),  # the whole name counts
+        ({"include": "*kernel"}, {"model/dense/bias": "not included", "table:0": "not included"}),
+        ({"include": "*dense*", "exclude": "*bias"}, {
+            "model/dense/bias": "excluded by '*bias'",
+            "model/conv_1/kernel": "not included",
+            "table:0": "not included",
+        }),
+        ({"per_variable": {"*/dense/*": {"data_type": "linear"}, "*/kernel": {"block_size": 64}}}, {
+            "model/dense/kernel": "linear 1024",  # the first rule that fits
+            "model/dense/bias": "linear 1024",
+            "model/conv_1/kernel": "dynamic_tree 64",
+        }),
+        ({"per_variable": {"*/bias": None}}, {"model/dense/bias": "exact by '*/bias'"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rules_by_name(settings, others):
+    assert treated(Selection(**settings)) == {**dict.fromkeys(NAMES, USUAL), **others}
+
+
+def test_rules_that_are_functions():
+    def is_matrix(variable):
+        return len(variable.shape) == 2
+
+    select = Selection(include=is_matrix)
+    for shape in ([3], [3, 4]):
+        encoding, reason = select.encoding_for("v", tf.Variable(tf.zeros(shape)), Encoding())
+        assert (encoding is not None) == (len(shape) == 2)
+        assert reason == ("" if encoding else "not included")
+    with pytest.raises(TypeError, match="is_matrix, needs variables, got only the name 'v'"):
+        select.encoding_for("v", None, Encoding())
+    assert "is_matrix" in repr(select)
+    assert "0x" not in repr(select)  # workers compare this text
+
+
+def test_patterns_that_fit_nothing_are_told():
+    select = Selection(exclude=["*/bias", "dens/*"], include="*", per_variable={"emb*": None, len: None})
+    assert select.idle_patterns(NAMES) == ["dens/*", "emb*"]
+
+
+def test_repr_shows_what_is_not_usual_and_can_be_read_again():
+    select = Selection(
+        min_elements=0,
+        exclude="*/bias",
+        include=["*"],
+        per_variable={"a": {"block_size": 64, "scaling": 10}, "b": None},
+        start_step=7,
+        sparse="compress",
+    )
+    assert repr(select) == (
+        "Selection(min_elements=0, exclude=['*/bias'], include=['*'], per_variable={'a': {'block_size': 64, 'scaling': "
+        "10.0}, 'b': None}, start_step=7, sparse='compress')"
+    )
+    assert eval(repr(select)) == select
+    assert hash(eval(repr(select))) == hash(select)
+    assert repr(Selection()) == "Selection()"
+
+
+def test_what_only_wrappers_can_keep():
+    assert Selection(min_elements=3).for_wrappers() == []
+    everything = Selection(exclude="a", include="b", per_variable={"c": None}, start_step=1, sparse="compress")
+    assert everything.for_wrappers() == ["exclude", "include", "per_variable", "start_step", "sparse"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"exclude": 3}, TypeError, "not iterable"),
+        ({"exclude": [3]}, TypeError, "exclude must be patterns of names or functions of a variable, got 3"),
+        ({"include": [None]}, TypeError, "include must be patterns"),
+        ({"start_step": -1}, ValueError, "start_step must be at least 0, got -1"),
+        ({"start_step": 1.5}, TypeError, "start_step must be an integer, got 1.5"),
+        ({"sparse": "dense"}, ValueError, "sparse must be one of exact, compress, got 'dense'"),
+        ({"per_variable": {"a": {"bits": 4}}}, ValueError, r"per_variable\['a'\] must be settings of .*, got bits"),
+        ({"per_variable": {"a": {"block_size": 48}}}, ValueError, "block_size must be a multiple of 64"),
+        ({"per_variable": {3: None}}, TypeError, "per_variable must be patterns"),
+    ],
+    ids=str,
+)
+def test_rules_that_are_none(settings, error, message):
+    with pytest.raises(error, match=message):
+        Selection(**settings)
