@@ -143,7 +143,7 @@ class HorovodComm:
         return self._hvd.alltoall(
             payload,
             splits=splits,
-            name=name,
+            name=self._called(name),
             ignore_name_scope=self._ignore_name_scope,
             process_set=self.process_set,
         )
@@ -151,7 +151,7 @@ class HorovodComm:
     def allgather(self, chunk, name: str) -> tf.Tensor:
         """All workers' chunks, one after another, in order of rank."""
         gathered = self._hvd.allgather(
-            chunk, name=name, ignore_name_scope=self._ignore_name_scope, process_set=self.process_set
+            chunk, name=self._called(name), ignore_name_scope=self._ignore_name_scope, process_set=self.process_set
         )
         brought = tf.size(gathered, out_type=tf.int64) - tf.size(chunk, out_type=tf.int64)
         _count(chunk.dtype.size * brought)
@@ -166,31 +166,34 @@ class HorovodComm:
         for tensor in tensors:
             self.count_ring(tensor, width)
         return self._hvd.grouped_allreduce(
-            self._when_it_runs(tensors),
+            [self._when_it_runs(tensor) for tensor in tensors],
             op=op,
             prescale_factor=prescale_factor,
             postscale_factor=postscale_factor,
             compression=compression,
-            name=name,
+            name=self._called(name),
             ignore_name_scope=True,
             process_set=self.process_set,
         )
 
-    def _when_it_runs(self, tensors) -> list[tf.Tensor]:
-        """The same tensors, none of them a constant: TensorFlow's optimizer would run Horovod's op once and keep what
-        came of it."""
+    def _when_it_runs(self, tensor) -> tf.Tensor:
+        """The same tensor, but no constant.
+
+        Horovod's ops are not stateful: with constant input TensorFlow's optimizer would run them once, when it likes, and
+        keep what came of it.
+        """
         if tf.executing_eagerly():
-            return list(tensors)
+            return tensor
         zero = tf.minimum(self.size_tensor(), 0)
-        results = []
-        for tensor in tensors:
-            if tensor.shape.rank:
-                result = tensor[zero:]  # no copy
-                result.set_shape(tensor.shape)
-            else:
-                result = tf.reshape(tf.reshape(tensor, [-1])[zero:], tf.shape(tensor))
-            results.append(result)
-        return results
+        if not tensor.shape.rank:
+            return tf.reshape(tf.reshape(tensor, [-1])[zero:], tf.shape(tensor))
+        same = tensor[zero:]  # no copy
+        same.set_shape(tensor.shape)
+        return same
+
+    def _called(self, name: str) -> str:
+        """The name of a collective. `hvd.elastic.run` knows by this word in an error that a worker was lost."""
+        return f"HorovodAllreduce_{name}" if elastic() else name
 
     def count_ring(self, tensor, element_bytes: int) -> None:
         """Counts what a ring allreduce of the tensor makes this worker send: for what Horovod itself reduces."""
@@ -199,16 +202,16 @@ class HorovodComm:
 
     def gather_rows(self, rows, name: str) -> tf.Tensor:
         """All workers' rows, exactly, in order of rank; any dtype, [rows, ...] with the same [...] on all workers."""
-        carried = self._unfoldable(_carried(rows))
+        carried = self._when_it_runs(_carried(rows))
         return _uncarried(self._gather_exact(carried, name), rows.dtype)
 
     def swap_rows(self, rows, splits, name: str) -> tuple[tf.Tensor, tf.Tensor]:
         """Sends `splits[i]` rows to worker i, exactly; returns the rows that came, and how many from each."""
-        carried = self._unfoldable(_carried(rows))
+        carried = self._when_it_runs(_carried(rows))
         others = tf.shape(carried, tf.int64)[0] - tf.cast(splits[self.rank()], tf.int64)
         _count(others * tf.reduce_prod(tf.shape(carried, tf.int64)[1:]) * carried.dtype.size)
         received, received_splits = self._hvd.alltoall(
-            carried, splits=splits, name=name, ignore_name_scope=True, process_set=self.process_set
+            carried, splits=splits, name=self._called(name), ignore_name_scope=True, process_set=self.process_set
         )
         return _uncarried(received, rows.dtype), received_splits
 
@@ -216,21 +219,9 @@ class HorovodComm:
         """The sum of all workers' tensors, exactly, in its dtype; the same bits on all workers."""
         # Not Horovod's: bfloat16, nor most integers.
         wide = {tf.bfloat16: tf.float32, tf.int16: tf.int32, tf.uint16: tf.int32, tf.bool: tf.int32}.get(tensor.dtype)
-        summed = self._unfoldable(tensor if wide is None else tf.cast(tensor, wide))
+        summed = self._when_it_runs(tensor if wide is None else tf.cast(tensor, wide))
         (total,) = self.allreduce([summed], name, op=self._hvd.Sum)
         return tf.cast(total, tensor.dtype)
-
-    def _unfoldable(self, tensor) -> tf.Tensor:
-        """The tensor, but for TensorFlow's optimizer no constant.
-
-        Horovod's ops are not stateful: with constant input the optimizer would run them once, when it likes, and keep
-        the result.
-        """
-        if tf.executing_eagerly():
-            return tensor
-        same = tf.reshape(tensor, tf.shape(tensor) * tf.minimum(self.size_tensor(), 1))
-        same.set_shape(tensor.shape)  # an ensure_shape would let the optimizer see through it
-        return same
 
     def gather_slices(self, slices: tf.IndexedSlices, name: str, *, average: bool) -> tf.IndexedSlices:
         """Everyone's rows of a sparse gradient, exactly; divided by the number of workers for the average."""
@@ -245,8 +236,10 @@ class HorovodComm:
         return tf.IndexedSlices(tf.cast(values, dtype), indices, dense_shape=slices.dense_shape)
 
     def _gather_exact(self, tensor, name: str) -> tf.Tensor:
-        (tensor,) = self._when_it_runs([tensor])
-        gathered = self._hvd.allgather(tensor, name=name, ignore_name_scope=True, process_set=self.process_set)
+        tensor = self._when_it_runs(tensor)
+        gathered = self._hvd.allgather(
+            tensor, name=self._called(name), ignore_name_scope=True, process_set=self.process_set
+        )
         width = tensor.dtype.size
         _count(width * (tf.size(gathered, out_type=tf.int64) - tf.size(tensor, out_type=tf.int64)))
         return gathered

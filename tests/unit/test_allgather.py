@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import tensorflow as tf
-from codec_cases import DTYPES
+from codec_inputs import DTYPES
 
 from hvd8bit import exchange as exchange_module
 from hvd8bit import modes, reference

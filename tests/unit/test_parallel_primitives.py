@@ -10,7 +10,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import tensorflow as tf
-from codec_cases import DTYPES, assert_same_numbers, reference_exchange
+from codec_cases import reference_exchange
+from codec_inputs import DTYPES, assert_same_numbers
 
 from hvd8bit import EightBit, activations, parallel, reference
 from hvd8bit.collectives import LoopbackComm

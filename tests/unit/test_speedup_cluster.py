@@ -78,11 +78,11 @@ def test_8_bit_sends_an_alltoall_and_an_allgather_per_slice():
 
 def test_slices_and_buckets_are_those_of_the_exchange():
     pytest.importorskip("horovod")
-    from hvd8bit import exchange, reduction
+    from hvd8bit import exchange, planning
 
     assert module.ELEMENTS_PER_SLICE == exchange.ELEMENTS_PER_SLICE
     assert module.MAX_SLICES == exchange.MAX_SLICES
-    assert sys.modules["hvd8bit.speedup.predict"].BUCKET_ELEMENTS == reduction.BUCKET_ELEMENTS
+    assert sys.modules["hvd8bit.speedup.predict"].BUCKET_ELEMENTS == planning.BUCKET_ELEMENTS
 
 
 @pytest.mark.parametrize(("elements", "workers"), [(1_000, 8), (1_000, 64), (20_000, 256), (20_000, 1024)])
