@@ -179,8 +179,8 @@ class HorovodComm:
     def _when_it_runs(self, tensor) -> tf.Tensor:
         """The same tensor, but no constant.
 
-        Horovod's ops are not stateful: with constant input TensorFlow's optimizer would run them once, when it likes, and
-        keep what came of it.
+        Horovod's ops are not stateful: with constant input TensorFlow's optimizer would run them once, when it likes,
+        and keep what came of it.
         """
         if tf.executing_eagerly():
             return tensor

@@ -18,6 +18,8 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+# The tree that this file lies in: over ssh PYTHONPATH does not come along.
+sys.path.insert(0, str(Path(__file__).parents[2]))
 import hvd8bit
 import hvd8bit.keras
 
