@@ -52,12 +52,12 @@ def test_a_job_that_gains_and_loses_a_worker_goes_on(tmp_path, legacy):
     hosts.write_text("h0:1\nh1:1\n")
     script.write_text(f"#!/bin/sh\ncat {hosts}\n")
     script.chmod(0o755)
-    env = {"TF_CPP_MIN_LOG_LEVEL": "2", "HOROVOD_GLOO_TIMEOUT_SECONDS": "20", "TF_USE_LEGACY_KERAS": legacy}
+    env = {"TF_CPP_MIN_LOG_LEVEL": "2", "HOROVOD_GLOO_TIMEOUT_SECONDS": "120", "TF_USE_LEGACY_KERAS": legacy}
     jobs = []
     with netlab.NetLab(hosts=3) as lab:
 
         def run() -> None:
-            options = ["-np", "2", "--min-np", "2", "--max-np", "3", "--slots-per-host", "1", "--elastic-timeout", "60"]
+            options = ["-np", "2", "--min-np", "2", "--max-np", "3", "--slots-per-host", "1", "--elastic-timeout", "240"]
             command = [sys.executable, JOB, tmp_path]
             jobs.append(lab.horovodrun(command, env=env, timeout=600, options=options, discovery=script))
 
