@@ -79,7 +79,8 @@ class ColumnParallelDense(_ColumnParallel):
       gather_output: False leaves each worker with its part, for a `RowParallelDense(input_is_parallel=True)`.
       activation, use_bias, kernel_initializer, bias_initializer: as in `keras.layers.Dense`. The activation works on
         the gathered output.
-      compression: `hvd8bit.EightBit`, a configured copy of it, or None: exact. The same on all workers.
+      compression: `hvd8bit.EightBit`, a configured copy of it, or None: exact. Or one for each boundary: {"input":
+        None, "output": EightBit}; the input's is that of its error signal. The same on all workers.
       process_set: the `horovod.tensorflow.ProcessSet` of the workers that share the layer; None: all.
       settings: those of any Keras layer: name, dtype, ...
 

@@ -42,9 +42,9 @@ class ParallelLayer(_KerasLayer):
             )
         super().__init__(**settings)
         self.supports_jit = False  # XLA cannot compile collectives; Keras 3 asks before it turns XLA on
-        if isinstance(compression, dict):
-            compression = EightBit(**compression)
-        self.compression = check_activation_compression(compression)
+        self._compressions = {boundary: _compression_at(boundary, compression) for boundary in _BOUNDARIES}
+        same = self._compressions["input"] == self._compressions["output"]
+        self.compression = self._compressions["output"] if same else dict(self._compressions)
         self._process_set = _process_set_of(process_set)
         self._parts: dict[str, tuple[tuple[int, ...], int | None]] = {}
 
@@ -53,7 +53,8 @@ class ParallelLayer(_KerasLayer):
     @property
     def comm(self):
         """The workers that share the layer."""
-        return comm_of(self._process_set, self.compression)
+        own = [one for one in self._compressions.values() if one is not None and one.process_set is not None]
+        return comm_of(self._process_set, own[0] if own else None)
 
     @property
     def workers(self) -> int:
@@ -63,7 +64,7 @@ class ParallelLayer(_KerasLayer):
     def _exchange(self, boundary: str) -> dict:
         """Arguments of a primitive at one of the layer's boundaries."""
         return {
-            "compression": self.compression,
+            "compression": self._compressions[boundary],
             "process_set": self._process_set,
             "name": f"{self.name}/{boundary}",
         }
@@ -136,7 +137,8 @@ class ParallelLayer(_KerasLayer):
     def get_config(self):
         """The layer's settings; the same on all workers, and nothing of how many there are."""
         config = super().get_config()
-        config["compression"] = None if self.compression is None else _settings_of(self.compression)
+        settings = {boundary: _settings_of(one) for boundary, one in self._compressions.items()}
+        config["compression"] = settings if isinstance(self.compression, dict) else settings["output"]
         config["process_set"] = _ranks_of(self._process_set)
         return config
 
@@ -165,7 +167,24 @@ def last_dimension(layer, input_shape) -> int:
     return int(size)
 
 
-def _settings_of(compression: EightBitCompressor) -> dict:
+_BOUNDARIES = ("input", "output")
+
+
+def _compression_at(boundary: str, compression) -> EightBitCompressor | None:
+    """What a layer was told for one of its boundaries; also as its configuration says it."""
+    if isinstance(compression, dict):
+        if not compression or set(compression) & set(_BOUNDARIES):
+            unknown = set(compression) - set(_BOUNDARIES)
+            if unknown or not compression:
+                raise ValueError(f"compression must name boundaries, input or output, got {sorted(unknown)}")
+            return _compression_at(boundary, compression.get(boundary, EightBit))
+        return EightBit(**compression)
+    return check_activation_compression(compression)
+
+
+def _settings_of(compression: EightBitCompressor | None) -> dict | None:
+    if compression is None:
+        return None
     return {
         "data_type": compression.encoding.data_type,
         "block_size": compression.encoding.block_size,

@@ -105,6 +105,29 @@ def test_equal_to_plain_layers_from_the_same_seeds(workers, name, mode, rng):
         assert difference(results[0][1][0], want) > 1e-4
 
 
+def test_each_boundary_has_its_own_compression(rng):
+    """The output exactly, the input's error signal in 8 bits; and so again from the configuration."""
+    x = rng.standard_normal((40, 13)).astype(np.float32)
+    linear = ALL(data_type="linear")
+    made = parallel.ColumnParallelDense(11, compression={"input": linear, "output": None})
+    again = type(made).from_config(made.get_config())
+    assert made.compression == again.compression == {"input": linear, "output": None}
+
+    def work(comm):
+        layer = parallel.ColumnParallelDense(11, compression={"input": linear, "output": None}, process_set=comm)
+        layer.kernel_initializer = keras.initializers.GlorotUniform(seed=SEED)
+        return passed([layer], x)
+
+    plain = keras.layers.Dense(11, kernel_initializer=keras.initializers.GlorotUniform(seed=SEED))
+    want, want_dx, _ = passed([plain], x)
+    for y, dx, _ in LoopbackComm.run(2, work):
+        assert difference(y, want) <= 1e-6
+        assert 1e-4 < difference(dx, want_dx) <= 0.04
+    for wrong in ({}, {"output": None, "middle": None}):
+        with pytest.raises(ValueError, match="must name boundaries, input or output"):
+            parallel.ColumnParallelDense(11, compression=wrong)
+
+
 def test_keras_does_not_turn_xla_on():
     """XLA cannot compile collectives; on machines with a GPU Keras 3 would use it by itself."""
     assert keras.layers.Dense(3).supports_jit
