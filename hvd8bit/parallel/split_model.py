@@ -179,6 +179,9 @@ class SplitModel(keras.Model):
 
     def call(self, inputs, training=None):
         """Not to be called: one worker has one stage. `predict` gives the outputs; `stage` is this worker's part."""
+        return self(inputs, training=training)
+
+    def __call__(self, *args, **kwargs):
         raise NotImplementedError(
             "a SplitModel cannot be called: this worker has one stage of it; use predict, or merge() for a model of "
             "one "
