@@ -246,7 +246,10 @@ def build(experiment: Experiment, arm: Arm, clock: Clock, shape: Sequence[int]) 
 
     Raises:
       ValueError: there is no such task, or it has not the experiment's mode.
+      RuntimeError: Keras is older than 3.
     """
+    if int(keras.__version__.partition(".")[0]) < 3:
+        raise RuntimeError(f"the experiments need Keras 3 (TensorFlow 2.16 or later), got Keras {keras.__version__}")
     if experiment.task not in TASKS:
         raise ValueError(f"{experiment.id}: task must be one of {', '.join(TASKS)}, got {experiment.task!r}")
     keras.utils.set_random_seed(clock.seed)

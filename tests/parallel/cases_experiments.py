@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 
+import keras
 import numpy as np
 import pytest
 
 from experiments import configuration, data
 from experiments.training import Training, Worker
+
+pytestmark = pytest.mark.skipif(keras.__version__ < "3", reason="for Keras 3")
 
 EPOCHS = 2
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import keras
 import launch
 import pytest
 
 from experiments import configuration
 from experiments.configuration import Run
 from experiments.results import Results
+
+pytestmark = pytest.mark.skipif(keras.__version__ < "3", reason="for Keras 3")
 
 
 @pytest.mark.parametrize("workers", [2, 3])

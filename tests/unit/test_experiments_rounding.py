@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -11,6 +12,8 @@ from experiments.configuration import parse_arm
 from hvd8bit import reference
 from hvd8bit.collectives import LoopbackComm
 from hvd8bit.exchange import exchange
+
+pytestmark = pytest.mark.skipif(keras.__version__ < "3", reason="for Keras 3")
 
 ARMS = ("dynamic_tree/tensor", "linear/64", "mantissa/1e0", "static_tree/1024")
 SHAPES = ((70, 31), (33,), (5,), (3, 3, 2, 64))

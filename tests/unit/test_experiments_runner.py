@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import keras
 import pytest
 from rich.console import Console
 
@@ -20,6 +21,8 @@ from experiments.__main__ import main
 from experiments.configuration import Run, parse, parse_arm, parse_numbers, select
 from experiments.results import COLUMNS, Results, commit, environment, numbers, row
 from hvd8bit.encoding import Encoding
+
+pytestmark = pytest.mark.skipif(keras.__version__ < "3", reason="for Keras 3")
 
 ROOT = Path(__file__).resolve().parents[2]
 

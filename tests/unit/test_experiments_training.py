@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -12,6 +13,8 @@ import tensorflow as tf
 from experiments import configuration, data, models
 from experiments.configuration import Experiment, parse_arm
 from experiments.training import Training, Worker, mean_error
+
+pytestmark = pytest.mark.skipif(keras.__version__ < "3", reason="for Keras 3")
 
 BASE = Experiment(
     suite="test",
