@@ -8,6 +8,7 @@ job changes them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -419,13 +420,27 @@ def _counter_handle() -> tf.Tensor:
 
 def _count(sent: tf.Tensor) -> None:
     with tf.device("CPU:0"):
+        sent = tf.cast(sent, tf.int64)
         if tf.executing_eagerly():
-            tf.raw_ops.AssignAddVariableOp(resource=_counter(), value=tf.cast(sent, tf.int64))
+            tf.raw_ops.AssignAddVariableOp(resource=_counter(), value=sent)
         elif tf.compat.v1.get_default_graph().building_function:  # a graph of TensorFlow 1 has variables of its own
-            handle, sent = _counter(), tf.cast(sent, tf.int64)
+            _counting_function()(sent)
+
+
+@functools.lru_cache(maxsize=1)
+def _counting_function():
+    """Counts in a graph. Traced once: a step may count for hundreds of small gradients."""
+    _counter()
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])
+    def count(sent):
+        with tf.device("CPU:0"):
+            handle = _counter_handle()
             # In a process that loads an exported function nobody has made the variable.
             tf.cond(
                 tf.raw_ops.VarIsInitializedOp(resource=handle),
                 lambda: tf.group(tf.raw_ops.AssignAddVariableOp(resource=handle, value=sent)),
                 tf.no_op,
             )
+
+    return count
