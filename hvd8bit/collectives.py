@@ -430,7 +430,8 @@ def _count(sent: tf.Tensor) -> None:
 @functools.lru_cache(maxsize=1)
 def _counting_function():
     """Counts in a graph. Traced once: a step may count for hundreds of small gradients."""
-    _counter()
+    with tf.init_scope():  # leaves nothing in the graph that happens to count first
+        _counter()
 
     @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])
     def count(sent):

@@ -39,7 +39,7 @@ optimizer = keras.optimizers.LossScaleOptimizer(
     hvd8bit.keras.DistributedOptimizer(
         keras.optimizers.Adam(0.003, gradient_accumulation_steps=2), compression=hvd8bit.EightBit(select=select)
     ),
-    dynamic_growth_steps=50,
+    dynamic_growth_steps=20,
 )
 optimizer.build(model.trainable_variables)
 weights = [tf.Variable(tf.random.stateless_normal([40, 30], [i, i]), name=f"w{i}") for i in range(5)]
