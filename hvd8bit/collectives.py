@@ -9,6 +9,7 @@ whose graphs are made for one number of workers, reads `size` and `rank` when th
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -554,10 +555,24 @@ def _count(sent: tf.Tensor) -> None:
         if tf.executing_eagerly():
             tf.raw_ops.AssignAddVariableOp(resource=_counter(), value=sent)
         elif tf.compat.v1.get_default_graph().building_function:  # a graph of TensorFlow 1 has variables of its own
-            handle = _counter()
+            _counting_function()(sent)
+
+
+@functools.lru_cache(maxsize=1)
+def _counting_function():
+    """Counts in a graph. Traced once: a step may count for hundreds of small gradients."""
+    with tf.init_scope():  # leaves nothing in the graph that happens to count first
+        _counter()
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])
+    def count(sent):
+        with tf.device("CPU:0"):
+            handle = _counter_handle()
             # In a process that loads an exported function nobody has made the variable.
             tf.cond(
                 tf.raw_ops.VarIsInitializedOp(resource=handle),
                 lambda: tf.group(tf.raw_ops.AssignAddVariableOp(resource=handle, value=sent)),
                 tf.no_op,
             )
+
+    return count

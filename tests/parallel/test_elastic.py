@@ -57,7 +57,18 @@ def test_a_job_that_gains_and_loses_a_worker_goes_on(tmp_path, legacy):
     with netlab.NetLab(hosts=3) as lab:
 
         def run() -> None:
-            options = ["-np", "2", "--min-np", "2", "--max-np", "3", "--slots-per-host", "1", "--elastic-timeout", "240"]
+            options = [
+                "-np",
+                "2",
+                "--min-np",
+                "2",
+                "--max-np",
+                "3",
+                "--slots-per-host",
+                "1",
+                "--elastic-timeout",
+                "240",
+            ]
             command = [sys.executable, JOB, tmp_path]
             jobs.append(lab.horovodrun(command, env=env, timeout=600, options=options, discovery=script))
 

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import launch
+import pytest
+
+
+@pytest.mark.timeout(3700)
+@pytest.mark.parametrize(
+    ("steps", "every"), [(1000, 250), pytest.param(10_000, 1000, marks=pytest.mark.soak)], ids=["short", "long"]
+)
+def test_replicas_stay_equal_and_memory_flat(steps, every):
+    result = launch.run_python("tests/parallel/soak.py", str(steps), str(every), workers=3, timeout=3600)
+    seen = [result.json(rank) for rank in range(3)]
+    digests = [worker["digests"] for worker in seen]
+    assert digests[0] == digests[1] == digests[2]
+    assert len(digests[0]) == steps // every
+    assert len(set(digests[0])) == len(digests[0]), "weights move"
+    # Planted overflows were skipped by all, and others were not.
+    assert all(0.5 * steps < worker["iterations"] < steps for worker in seen)
+    assert len({tuple(worker["scales"]) for worker in seen}) == 1
+    for worker in seen:
+        first, *_, last = worker["memory"]
+        assert last - first < 20e6, worker["memory"]
