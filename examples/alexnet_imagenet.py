@@ -10,8 +10,8 @@ The data are imagenet2012 as tensorflow-datasets prepares them, with the usual a
 and its mirror image half of the time. Optimiser and learning rate are our choice: the paper prints none.
 
 stand_in is a small data set of the same structure, made by this program: coloured stripes in images of all sizes, whose
-classes differ in colour and width of the stripes. With the flags' defaults the loss falls to half of what guessing
-gives within 60 steps.
+classes differ in colour and width of the stripes. The records tell after how many steps the loss was half of what
+guessing gives.
 
 Every worker has its own share of the images. Rank 0 shows progress and, at the end, a table: accuracy (top 1; the
 records have top 5, too), time, bytes sent by all workers, and a digest of the weights; and what crossed each boundary.

@@ -2,6 +2,6 @@ import launch
 import pytest
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [2])
 def test_hybrid_model(workers):
     launch.run_cases(["cases_hybrid_model.py"], workers=workers, timeout=580)
