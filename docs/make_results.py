@@ -110,6 +110,9 @@ def _losses(with_rows: list[tuple[Experiment, list]], path: pathlib.Path) -> Non
                 axes.plot(experiment.arms.index(arm), loss / beside, "o", color="tab:blue", alpha=0.5)
         axes.axhline(1, color="grey", linewidth=1)
         axes.set_yscale("log")
+        for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            set_formatter(lambda value, _: f"{value:.3g}")
+        axes.tick_params(axis="y", which="both", labelsize=7)
         axes.set_title(experiment.title, fontsize=10)
         axes.set_ylabel("loss / 32 bit's")
         names = [arm.replace("/", "\n") for arm in experiment.arms[1:]]
