@@ -61,21 +61,63 @@ def all_tables(folder: pathlib.Path = FOLDER) -> dict[str, str]:
         made[f"stress-{what}"] = tables.stress(stress, [rows[experiment.id] for experiment in stress], what)
     real = [experiment for experiment in experiments if experiment.exchange == "real"]
     pairs = [(by_id[e.id.removesuffix("_real")], rows[e.id.removesuffix("_real")], e, rows[e.id]) for e in real]
+    for suite in PLOTS:
+        picture = f"![Differences from 32 bit with their 95 % intervals](img/results-{suite}.png)\n"
+        made[f"{suite}-picture"] = (
+            picture if _of_picture(suite, folder) else "No picture: fewer than two seeds have been run.\n"
+        )
     made["real"] = tables.real_beside_played(pairs)
     return made
 
 
+PLOTS = {"mnist": (("data", "model"), 0.15), "cifar10": (("hybrid",), 1.0)}
+"""Suite -> the experiments in its picture, and the margin that it shows."""
+
+
 def plots(folder: pathlib.Path = FOLDER) -> None:
-    """Pictures of the differences with their intervals, and of the errors over the epochs."""
-    for suite, ids, margin in (
-        ("mnist", ("data", "model"), 0.15),
-        ("cifar10", ("hybrid",), 1.0),
-    ):
-        store = Results(suite, folder)
-        chosen = [experiment for experiment in configuration.load(suite) if experiment.name in ids]
-        with_rows = [(experiment, store.rows_of(experiment)) for experiment in chosen]
-        if any(len({row["arm"] for row in rows}) > 1 for _, rows in with_rows):
+    """Pictures of the differences with their intervals, and of the stress set's training losses."""
+    for suite, (_, margin) in PLOTS.items():
+        with_rows = _of_picture(suite, folder)
+        if with_rows:
             _differences(with_rows, margin, IMAGES / f"results-{suite}.png")
+    _losses(_of_picture("stress", folder), IMAGES / "results-stress.png")
+
+
+def _of_picture(suite: str, folder: pathlib.Path) -> list[tuple[Experiment, list]]:
+    """The experiments with something to compare, on two seeds at least."""
+    store = Results(suite, folder)
+    chosen = [e for e in configuration.load(suite) if suite not in PLOTS or e.name in PLOTS[suite][0]]
+    with_rows = [(experiment, store.rows_of(experiment)) for experiment in chosen]
+    return [
+        (e, rows) for e, rows in with_rows if any(len(tables.differences(rows, a, e.arms[0])) > 1 for a in e.arms[1:])
+    ]
+
+
+def _losses(with_rows: list[tuple[Experiment, list]], path: pathlib.Path) -> None:
+    """Each run's last training loss over that of 32 bit with the same seed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1 + 2.2 * len(with_rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (experiment, rows) in zip(
+        figure.subplots(len(with_rows), 1, squeeze=False, sharex=True)[:, 0], with_rows
+    ):
+        losses = {(row["arm"], row["seed"]): float(row["loss"]) for row in rows}
+        for (arm, seed), loss in losses.items():
+            beside = losses.get((experiment.arms[0], seed))
+            if arm != experiment.arms[0] and beside:
+                axes.plot(experiment.arms.index(arm), loss / beside, "o", color="tab:blue", alpha=0.5)
+        axes.axhline(1, color="grey", linewidth=1)
+        axes.set_yscale("log")
+        for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            set_formatter(lambda value, _: f"{value:.3g}")
+        axes.tick_params(axis="y", which="both", labelsize=7)
+        axes.set_title(experiment.title, fontsize=10)
+        axes.set_ylabel("loss / 32 bit's")
+        names = [arm.replace("/", "\n") for arm in experiment.arms[1:]]
+        axes.set_xticks(range(1, len(experiment.arms)), names, fontsize=8)
+    figure.savefig(path, dpi=110, format="png", metadata={"Software": None})
 
 
 def _differences(with_rows: list[tuple[Experiment, list]], margin: float, path: pathlib.Path) -> None:

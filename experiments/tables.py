@@ -58,7 +58,7 @@ def comparison(experiment: Experiment, rows: Sequence[Row], margin: float) -> st
         values = list(errors.values())
         mean = sum(values) / len(values)
         seconds = sorted(float(row["training_seconds_per_epoch"]) for row in rows if row["arm"] == arm)
-        line = [title, f"{len(values)} of {len(experiment.seeds)}", f"{mean:.3f}", f"{_deviation(values):.3f}"]
+        line = [title, f"{len(values)} of {len(experiment.seeds)}", f"{mean:.3f}", _deviation(values)]
         paired = differences(rows, arm, first)
         if arm == first or not paired:
             line += ["", "", "", ""]
@@ -137,7 +137,7 @@ def stress(experiments: Sequence[Experiment], rows: Sequence[Sequence[Row]], wha
       what: "error": differences of test errors in points; "loss": of the last training losses in percent, by the mean
         of their ratios' logarithms.
 
-    A difference that is not chance is bold, see `not_chance`.
+    A difference that is not chance is bold, see `not_chance`. Behind one that is of fewer seeds stands of how many.
     """
     arms = experiments[0].arms
     lines = []
@@ -153,7 +153,8 @@ def stress(experiments: Sequence[Experiment], rows: Sequence[Sequence[Row]], wha
         step = 100 / TEST_EXAMPLES[experiment.data] / experiment.last_epochs if what == "error" else 0.0
         bold = not_chance(paired, step)
         for arm in arms[1:]:
-            line.append(_shown_difference(paired[arm], what, arm in bold))
+            fewer = f" ({len(paired[arm])})" if 0 < len(paired[arm]) < len(base) else ""
+            line.append(_shown_difference(paired[arm], what, arm in bold) + fewer)
         lines.append(line)
     heads = ["case", "seeds", "32 bit", *(arm.replace("/", " ") for arm in arms[1:])]
     return markdown(heads, lines)
@@ -228,7 +229,10 @@ def progress(experiments: Sequence[Experiment], stores: dict[str, Results]) -> s
         total = len(experiment.arms) * len(experiment.seeds)
         seconds = [float(row["training_seconds_per_epoch"]) for row in rows]
         rest = (total - len(rows)) * experiment.epochs
-        hours = f"{rest * sum(seconds) / len(seconds) / 3600:.1f} h" if seconds and rest else ("" if rows else "?")
+        hours = "?" if rest else ""
+        if seconds and rest:
+            took = rest * sum(seconds) / len(seconds) / 60
+            hours = f"{took:.0f} min" if took < 90 else f"{took / 60:.1f} h"
         lines.append([f"`{experiment.id}`", experiment.title, str(experiment.epochs), f"{len(rows)} of {total}", hours])
     return markdown(["", "", "epochs", "runs made", "the others would take"], lines)
 
@@ -245,6 +249,6 @@ def places(rows: Iterable[Row]) -> str:
     return markdown(["processor", "cores", "threads", "versions", "commit", "runs"], lines) if lines else "none\n"
 
 
-def _deviation(values: Sequence[float]) -> float:
+def _deviation(values: Sequence[float]) -> str:
     mean = sum(values) / len(values)
-    return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1)) if len(values) > 1 else math.nan
+    return f"{math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1)):.3f}" if len(values) > 1 else ""
