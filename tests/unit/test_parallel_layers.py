@@ -181,4 +181,4 @@ def test_chained_layers_exchange_nothing_between(rng):
         passed(chained(process_set=spy, compression=ALL), rng.standard_normal((40, 13)).astype(np.float32))
         return spy.calls
 
-    assert LoopbackComm.run(2, work)[0] == ["hvd8bit_second_output_allgather_0", "hvd8bit_first_input_grad_allgather_0"]
+    assert LoopbackComm.run(2, work)[0] == ["hvd8bit_second_output_back_0", "hvd8bit_first_input_grad_back_0"]

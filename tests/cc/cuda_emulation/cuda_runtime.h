@@ -24,6 +24,8 @@
 #include <string>
 #include <type_traits>
 
+#include "tf_ops/codec/cpu/float_environment.h"
+
 #if !defined(__x86_64__)
 #error "the switch between fibers is written for x86-64"
 #endif
@@ -254,6 +256,8 @@ template <typename Body>
 void Launch(unsigned grid, int threads, const Body& body) {
   Machine& m = TheMachine();
   const std::lock_guard<std::mutex> lock(m.mutex);
+  // A GPU has the whole range of floats; TensorFlow's CPU threads do not.
+  const hvd8bit::FullFloatRange full_range;
   if (threads > kMaxThreads || threads % kLanes != 0) {
     Fail("thread blocks have up to 256 threads, whole warps");
   }
