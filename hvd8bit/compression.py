@@ -120,6 +120,7 @@ class EightBitCompressor(Compressor):
             del settings["process_set"]
         return f"EightBit({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
 
+    @tf.autograph.experimental.do_not_convert
     def compress(self, tensor):
         """What Horovod is to reduce for `tensor`, and a context for `decompress`."""
         self.refuse_rules_of_wrappers()
@@ -142,6 +143,7 @@ class EightBitCompressor(Compressor):
         _pending().append(handle)
         return handle.probe(), handle
 
+    @tf.autograph.experimental.do_not_convert
     def decompress(self, tensor, ctx):
         """The reduced tensor, from Horovod's result for what `compress` returned with `ctx`."""
         if ctx is None:

@@ -20,6 +20,7 @@ from hvd8bit.exchange import differentiable_exchange, exchange_slices
 from hvd8bit.variables import tf_variable
 
 
+@tf.autograph.experimental.do_not_convert
 def reduce_gradients(
     gradients: Sequence,
     names: Sequence[str],

@@ -76,6 +76,7 @@ class DistributedGradientTape:
         """Leaves this variable's gradient to the worker itself."""
         self._local.add(_reference(source))
 
+    @tf.autograph.experimental.do_not_convert
     def gradient(self, target, sources, output_gradients=None, use_generic_names: bool = False):
         """Gradients like `tf.GradientTape.gradient`'s, reduced over all workers.
 
