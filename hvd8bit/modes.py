@@ -20,10 +20,13 @@ ALLGATHER = "allgather"
 MODES = (SCATTER_REDUCE, ALLGATHER)
 EXCHANGES = ("auto", *MODES)
 
-ROUND_BYTES = 64 * 2**10
+ROUND_BYTES = 0
 """What one round less may cost: bytes that an allgather sends more than a scatter-reduce."""
-MAX_ALLGATHER_ELEMENTS = 256 * 2**10
-"""Larger lists are scattered: every worker would decode and add N times all of it, instead of once."""
+MAX_ALLGATHER_ELEMENTS = 0
+"""Larger lists are scattered: every worker would decode and add N times all of it, instead of once.
+
+Both are 0, so that "auto" always scatters: from where on an allgather is sooner has not been measured yet.
+"""
 
 
 def choose(exchange: str, sizes: tuple[int | None, ...], workers: int | None, block_size: int | None) -> str:
