@@ -238,7 +238,8 @@ def test_rules_by_variable(hvd, traced):
     exact = reduction.reduce_gradients(
         [tf.constant(x) for x in values[hvd.rank()]], names, compression=hvd.Compression.none, scope="exact"
     )
-    np.testing.assert_array_equal(got[1].numpy(), exact[1].numpy())
+    # With three workers the order in which Horovod adds depends on what else is in the group.
+    np.testing.assert_allclose(got[1].numpy(), exact[1].numpy(), rtol=1e-5, atol=1e-6)
     assert np.any(got[0].numpy() != exact[0].numpy())
     usual, linear = compression.encoding, hvd8bit.EightBit(data_type="linear", block_size=64).encoding
     for i, encoding in ((0, usual), (2, linear)):
