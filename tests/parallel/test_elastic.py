@@ -46,7 +46,7 @@ class _Watched:
         raise AssertionError(f"no {epochs} epochs on {sorted(hosts)}: {self.records()[-6:]}")
 
 
-@pytest.mark.parametrize("legacy", ["0", "1"], ids=["keras3", "keras2"])
+@pytest.mark.parametrize("legacy", ["0", pytest.param("1", marks=pytest.mark.soak)], ids=["keras3", "keras2"])
 def test_a_job_that_gains_and_loses_a_worker_goes_on(tmp_path, legacy):
     hosts, script = tmp_path / "hosts", tmp_path / "discover.sh"
     hosts.write_text("h0:1\nh1:1\n")

@@ -13,7 +13,7 @@ from experiments.results import Results
 pytestmark = pytest.mark.skipif(keras.__version__ < "3", reason="for Keras 3")
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_real_workers_and_played_ones(workers):
     launch.run_cases(["cases_experiments.py"], workers=workers)
 

@@ -2,6 +2,14 @@ import launch
 import pytest
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "workers",
+    [
+        2,
+        pytest.param(1, marks=pytest.mark.soak),
+        pytest.param(3, marks=pytest.mark.soak),
+        pytest.param(4, marks=pytest.mark.soak),
+    ],
+)
 def test_primitives(workers):
     launch.run_cases(["cases_primitives.py"], workers=workers, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})

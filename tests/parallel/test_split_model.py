@@ -9,7 +9,7 @@ def test_send_recv(workers):
     launch.run_cases(["cases_send_recv.py"], workers=workers)
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_split_model(workers):
     launch.run_cases(["cases_split_model.py"], workers=workers, timeout=580)
 
