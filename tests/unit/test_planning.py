@@ -46,7 +46,8 @@ def test_a_bucket_has_one_encoding():
 
 
 @pytest.mark.parametrize("exchange", ["scatter_reduce", "allgather", "auto"])
-def test_a_bucket_has_a_mode(exchange):
+def test_a_bucket_has_a_mode(exchange, monkeypatch):
+    monkeypatch.setattr(modes, "MAX_ALLGATHER_ELEMENTS", 10**6)  # as if it had been measured
     plan, compression = plan_of(exchange=exchange)
     (bucket,) = planning.encoded_buckets(plan, compression, 2, 2)
     assert bucket.mode == ("scatter_reduce" if exchange == "scatter_reduce" else "allgather")
