@@ -180,7 +180,9 @@ class Broadcast(keras_mnist.keras.callbacks.Callback):
         hvd8bit.broadcast_variables(self.model.variables)
 
 keras_mnist.DistributedOptimizer = horovod.tensorflow.keras.DistributedOptimizer
+# hvd8bit's own callbacks would refuse that optimizer.
 keras_mnist.callbacks.BroadcastGlobalVariablesCallback = Broadcast
+keras_mnist.callbacks.MetricAverageCallback = keras_mnist.keras.callbacks.Callback
 keras_mnist.common.define_training_flags()
 app.run(keras_mnist.main)
 """
