@@ -61,7 +61,8 @@ def test_rules_by_variable(hvd):
     plain = weights_after_one_step(hvd, hvd.Compression.none)
     select = hvd8bit.Selection(exclude="model/first/*", min_elements=0)
     ours = weights_after_one_step(hvd, hvd8bit.EightBit(select=select))
-    same = [np.array_equal(a, b) for a, b in zip(plain, ours)]
+    # With three workers the order in which Horovod adds depends on what else is in the group: last bits may differ.
+    same = [np.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in zip(plain, ours)]
     assert same == ([True] * 4 if hvd.size() == 1 else [True, True, False, False])
 
 
