@@ -19,8 +19,7 @@ def check_keras() -> None:
     if int(keras.__version__.split(".")[0]) < 3 or keras.backend.backend() != "tensorflow":
         raise RuntimeError(
             f"SplitModel and HybridModel need Keras 3 on TensorFlow, got Keras {keras.__version__}; install "
-            "tensorflow>=2.16 "
-            "and leave TF_USE_LEGACY_KERAS and KERAS_BACKEND alone"
+            "tensorflow>=2.16 and leave TF_USE_LEGACY_KERAS and KERAS_BACKEND alone"
         )
 
 

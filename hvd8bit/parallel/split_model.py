@@ -184,8 +184,7 @@ class SplitModel(keras.Model):
     def __call__(self, *args, **kwargs):
         raise NotImplementedError(
             "a SplitModel cannot be called: this worker has one stage of it; use predict, or merge() for a model of "
-            "one "
-            "process"
+            "one process"
         )
 
     # ---- training ----
