@@ -9,7 +9,7 @@ import pytest
     ("steps", "every"), [(1000, 250), pytest.param(10_000, 1000, marks=pytest.mark.soak)], ids=["short", "long"]
 )
 def test_replicas_stay_equal_and_memory_flat(steps, every):
-    result = launch.run_python("tests/parallel/soak.py", str(steps), str(every), workers=3, timeout=3600)
+    result = launch.run_python("tests/parallel/training_soak.py", str(steps), str(every), workers=3, timeout=3600)
     seen = [result.json(rank) for rank in range(3)]
     digests = [worker["digests"] for worker in seen]
     assert digests[0] == digests[1] == digests[2]

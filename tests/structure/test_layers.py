@@ -174,3 +174,9 @@ def test_horovod_moves_bytes_in_collectives_alone(path):
 
 def test_every_exception_is_for_a_file():
     assert all((PACKAGE / name).exists() for name in ALLOWED_OF_HOROVOD)
+
+
+def test_no_two_test_files_share_a_name():
+    """They are imported by their bare names, so that the second of a name would be the first."""
+    names = [path.stem for path in (ROOT / "tests").rglob("*.py") if path.stem != "conftest"]
+    assert sorted(names) == sorted(set(names))
