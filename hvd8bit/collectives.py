@@ -1,6 +1,6 @@
-"""What moves bytes: Horovod, or a stand-in that plays N workers in one process.
+"""What moves bytes: Horovod, or `LoopbackComm`, a stand-in that plays N workers in one process.
 
-On a gradient's path this is the only file that calls Horovod. Both classes offer the same: `size`, `size_tensor`,
+On a gradient's path this is the only file that calls Horovod. Both offer the same: `size`, `size_tensor`,
 `rank_tensor`, `alltoall`, `allgather`, and for numbers that travel as they are `gather_rows`, `swap_rows`, `add_up`.
 Sizes are read when the step runs, not when its graph is built, since an elastic job changes them. Model parallelism,
 whose graphs are made for one number of workers, reads `size` and `rank` when they are built.
@@ -8,59 +8,29 @@ whose graphs are made for one number of workers, reads `size` and `rank` when th
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import logging
 import os
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 
-_log = logging.getLogger("hvd8bit")
+from hvd8bit.counting import count, reset_sent_bytes, sent_bytes
+from hvd8bit.graphs import unordered
+from hvd8bit.loopback import LoopbackComm
+from hvd8bit.stall import watched
 
-
-def sent_bytes() -> int:
-    """Bytes that this process handed to Horovod for other workers: codes, scales, headers, and what passed through.
-
-    A ring passes on what it receives, so what an allgather brings counts as sent. Control traffic is not counted.
-    """
-    return int(tf.raw_ops.ReadVariableOp(resource=_counter(), dtype=tf.int64))
-
-
-def reset_sent_bytes() -> None:
-    """Starts the count of `sent_bytes` anew."""
-    tf.raw_ops.AssignVariableOp(resource=_counter(), value=tf.constant(0, tf.int64))
-
-
-@contextlib.contextmanager
-def counting(counter: tf.Variable) -> Iterator[None]:
-    """Adds to `counter`, an int64 variable, what the collectives inside send; traced ones each time they run."""
-    _also.counters = (*_also.counters, counter)
-    try:
-        yield
-    finally:
-        _also.counters = _also.counters[:-1]
-
-
-@contextlib.contextmanager
-def unordered() -> Iterator[None]:
-    """What is built inside runs as soon as its inputs are there, not in the order in which it is written.
-
-    In a `tf.function` TensorFlow runs ops that have a state one after another, in the order of the program: those that
-    read rank and size, assertions, and branches with one of these in them. So an exchange would wait for what an
-    earlier one brings, though it needs nothing of it: exchanges would not overlap, and workers that send each other
-    something in different orders would wait for ever. For code without side effects but assertions and counters.
-    """
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    manager = getattr(graph, "experimental_acd_manager", None)
-    before = 0 if graph is None or manager is None else graph.num_operations()
-    yield
-    if graph is not None and manager is not None:
-        for op in graph.get_operations()[before:]:
-            if op._is_stateful and op.type not in ("ReadVariableOp", "ResourceGather"):
-                manager.run_independently(op)
+__all__ = [
+    "HorovodComm",
+    "LoopbackComm",
+    "elastic",
+    "process_set_of",
+    "reset_sent_bytes",
+    "running_rank",
+    "running_workers",
+    "sent_bytes",
+    "workers_to_choose_by",
+    "workers_to_judge_by",
+]
 
 
 class HorovodComm:
@@ -140,7 +110,7 @@ class HorovodComm:
     def alltoall(self, payload, splits, name: str) -> tuple[tf.Tensor, tf.Tensor]:
         """Sends `splits[i]` elements of `payload` to worker i; returns what came, and how much from each."""
         sizes = tf.cast(splits, tf.int64)  # together they may exceed 32 bits
-        _count(tf.reduce_sum(sizes) - sizes[self.rank_tensor()])
+        count(tf.reduce_sum(sizes) - sizes[self.rank_tensor()])
         return self._hvd.alltoall(
             payload,
             splits=splits,
@@ -155,7 +125,7 @@ class HorovodComm:
             chunk, name=self._called(name), ignore_name_scope=self._ignore_name_scope, process_set=self.process_set
         )
         brought = tf.size(gathered, out_type=tf.int64) - tf.size(chunk, out_type=tf.int64)
-        _count(chunk.dtype.size * brought)
+        count(chunk.dtype.size * brought)
         return gathered
 
     def allreduce(
@@ -199,7 +169,7 @@ class HorovodComm:
     def count_ring(self, tensor, element_bytes: int) -> None:
         """Counts what a ring allreduce of the tensor makes this worker send: for what Horovod itself reduces."""
         size = tf.cast(self.size_tensor(), tf.int64)
-        _count(2 * (size - 1) * element_bytes * tf.size(tensor, out_type=tf.int64) // size)
+        count(2 * (size - 1) * element_bytes * tf.size(tensor, out_type=tf.int64) // size)
 
     def gather_rows(self, rows, name: str) -> tf.Tensor:
         """All workers' rows, exactly, in order of rank; any dtype, [rows, ...] with the same [...] on all workers."""
@@ -210,7 +180,7 @@ class HorovodComm:
         """Sends `splits[i]` rows to worker i, exactly; returns the rows that came, and how many from each."""
         carried = self._when_it_runs(_carried(rows))
         others = tf.shape(carried, tf.int64)[0] - tf.cast(splits[self.rank()], tf.int64)
-        _count(others * tf.reduce_prod(tf.shape(carried, tf.int64)[1:]) * carried.dtype.size)
+        count(others * tf.reduce_prod(tf.shape(carried, tf.int64)[1:]) * carried.dtype.size)
         received, received_splits = self._hvd.alltoall(
             carried, splits=splits, name=self._called(name), ignore_name_scope=True, process_set=self.process_set
         )
@@ -242,7 +212,7 @@ class HorovodComm:
             tensor, name=self._called(name), ignore_name_scope=True, process_set=self.process_set
         )
         width = tensor.dtype.size
-        _count(width * (tf.size(gathered, out_type=tf.int64) - tf.size(tensor, out_type=tf.int64)))
+        count(width * (tf.size(gathered, out_type=tf.int64) - tf.size(tensor, out_type=tf.int64)))
         return gathered
 
     def gather_text(self, text: str, name: str, in_steps: Sequence[str] = ()) -> list[str]:
@@ -251,14 +221,14 @@ class HorovodComm:
         Args:
           text: this worker's.
           name: of the collectives.
-          in_steps: names of collectives in which workers wait that go on instead of coming here; see `_watched`.
+          in_steps: of collectives in which workers wait that go on instead of coming here; see `stall.watched`.
 
         Raises:
           RuntimeError: a worker goes on, or has not come here within `stall_timeout_s()`. Horovod has been shut down
             then, so that the others' next collective fails, too.
         """
         raw = tf.constant(list(text.encode()), tf.uint8)
-        with _watched(self, name, in_steps):
+        with watched(self, name, in_steps):
             # Sizes first: an empty or shorter text must not shift the others.
             sizes = self.gather_size(len(raw), f"{name}_sizes")
             everything = self._hvd.allgather(raw, name=name, process_set=self.process_set)
@@ -276,171 +246,6 @@ class HorovodComm:
     def end_job(self) -> None:
         """Makes every collective that waits raise, on all workers; no other can be started."""
         self._hvd.shutdown()
-
-
-STALL_VARIABLE = "HVD8BIT_STALL_TIMEOUT_SECONDS"
-STALL_TIMEOUT_S = 600.0
-STALL_WARNING_S = 30.0
-
-
-def stall_timeout_s() -> float:
-    """How long a worker waits for the others to compare a new plan: `HVD8BIT_STALL_TIMEOUT_SECONDS`; 0: for ever.
-
-    Raises:
-      ValueError: the variable holds no number of at least 0.
-    """
-    text = os.environ.get(STALL_VARIABLE)
-    if not text:
-        return STALL_TIMEOUT_S
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not seconds >= 0:
-        raise ValueError(f"{STALL_VARIABLE} must be a number of seconds, 0 to wait for ever, got {text!r}")
-    return seconds
-
-
-@contextlib.contextmanager
-def _watched(comm: HorovodComm, name: str, in_steps: Sequence[str]) -> Iterator[None]:
-    """Inside, a worker that the others leave alone notices, says so, and ends the job instead of waiting for ever.
-
-    Horovod's own check of stalled tensors never fires with Gloo. So this worker also starts collectives with the names
-    of those in which workers wait that go on with what was compared before, but of another dtype. If they do wait
-    there, Horovod finds that the dtypes differ. If they come here, they start the same ones. A worker that does
-    something else altogether is left to the clock: `stall_timeout_s()`.
-    """
-    limit = stall_timeout_s()
-    done, cause = threading.Event(), []
-    waits = f"rank {comm.global_rank()} has a new list of gradients, new settings or new metrics ({name})"
-    remedy = "let all workers run the same steps"
-
-    def end(reason: str) -> None:
-        cause.append(f"{waits}, and {reason}; {remedy}. Horovod has been shut down")
-        _log.error("hvd8bit: %s", cause[0])
-        comm.end_job()
-
-    def watch() -> None:
-        warn_after = min(STALL_WARNING_S, limit / 2) if limit else STALL_WARNING_S
-        if done.wait(warn_after):
-            return
-        _log.warning(
-            "hvd8bit: %s and waits %.0f s for the others to compare it. Unless they are merely slow, %s",
-            *(waits, warn_after, remedy),
-        )
-        if limit and not done.wait(limit - warn_after):
-            end(f"the others have not come to compare it for {limit:.0f} s ({STALL_VARIABLE}; 0: wait for ever)")
-
-    def meet(in_step: str) -> None:
-        try:
-            comm.gather_size(0, in_step)
-        except Exception as error:
-            if "Mismatched" in str(error):
-                end("others go on with an older one instead of comparing it")
-
-    threads = [threading.Thread(target=meet, args=(in_step,), daemon=True) for in_step in in_steps]
-    watcher = threading.Thread(target=watch, daemon=True)
-    for thread in [watcher, *threads]:
-        thread.start()
-    try:
-        yield
-        for thread in threads:
-            thread.join()
-    except Exception as error:
-        for thread in threads:
-            thread.join(STALL_WARNING_S)
-        if cause:
-            raise RuntimeError(cause[0]) from error
-        raise
-    finally:
-        done.set()
-        watcher.join()
-    if cause:
-        raise RuntimeError(cause[0])
-
-
-class LoopbackComm:
-    """One of N workers that live in the threads of one process. Eager only.
-
-    `LoopbackComm.run(N, fn)` calls `fn(comm)` in N threads and returns their results.
-    """
-
-    def __init__(self, rank: int, shared: _Loopback):
-        self._rank = rank
-        self._shared = shared
-
-    @staticmethod
-    def run(workers: int, fn, timeout_s: float = 120.0) -> list:
-        """Results of `fn(LoopbackComm)` in `workers` threads, by rank. Raises what the first of them raised."""
-        shared = _Loopback(workers, timeout_s)
-        results: list = [None] * workers
-        errors: list = [None] * workers
-
-        def work(rank):
-            try:
-                results[rank] = fn(LoopbackComm(rank, shared))
-            except BaseException as error:
-                errors[rank] = error
-                shared.barrier.abort()
-
-        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(workers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        raised = [error for error in errors if error is not None]
-        if raised:
-            # A worker that found the others gone tells less than the one that went first.
-            raise next((e for e in raised if not isinstance(e, threading.BrokenBarrierError)), raised[0])
-        return results
-
-    def size(self) -> int:
-        return self._shared.workers
-
-    def rank(self) -> int:
-        return self._rank
-
-    def includes_this_worker(self) -> bool:
-        return True
-
-    def size_tensor(self) -> tf.Tensor:
-        return tf.constant(self._shared.workers)
-
-    def rank_tensor(self) -> tf.Tensor:
-        return tf.constant(self._rank)
-
-    def alltoall(self, payload, splits, name: str) -> tuple[tf.Tensor, tf.Tensor]:
-        parts = self._shared.swap(self._rank, tf.split(payload, splits))
-        mine = [parts[sender][self._rank] for sender in range(self.size())]
-        return tf.concat(mine, 0), tf.constant([part.shape[0] for part in mine])
-
-    def allgather(self, chunk, name: str) -> tf.Tensor:
-        return tf.concat(self._shared.swap(self._rank, chunk), 0)
-
-    def gather_rows(self, rows, name: str) -> tf.Tensor:
-        return self.allgather(rows, name)
-
-    def swap_rows(self, rows, splits, name: str) -> tuple[tf.Tensor, tf.Tensor]:
-        return self.alltoall(rows, splits, name)
-
-    def add_up(self, tensor, name: str) -> tf.Tensor:
-        return tf.add_n(self._shared.swap(self._rank, tensor))
-
-
-class _Loopback:
-    """A mailbox for each worker and a barrier."""
-
-    def __init__(self, workers: int, timeout_s: float):
-        self.workers = workers
-        self.barrier = threading.Barrier(workers, timeout=timeout_s)
-        self._mail: list = [None] * workers
-
-    def swap(self, rank: int, item) -> Sequence:
-        self._mail[rank] = item
-        self.barrier.wait()
-        everything = list(self._mail)
-        self.barrier.wait()
-        return everything
 
 
 def process_set_of(ranks: Sequence[int]):
@@ -515,64 +320,3 @@ def _carried(tensor) -> tf.Tensor:
 
 def _uncarried(tensor, dtype) -> tf.Tensor:
     return tensor if tensor.dtype == dtype else tf.bitcast(tensor, dtype)
-
-
-class _Also(threading.local):
-    """Counters beside the one of all bytes, of this thread."""
-
-    counters: tuple[tf.Variable, ...] = ()
-
-
-_also = _Also()
-_counter_lock = threading.Lock()
-_counter_made = False
-
-
-def _counter() -> tf.Tensor:
-    """The handle of a variable that counts, so that a traced step counts each time it runs.
-
-    Known by its name instead of being captured: a function that counts can then be exported.
-    """
-    global _counter_made
-    with tf.device("CPU:0"):
-        with _counter_lock:
-            if not _counter_made:
-                with tf.init_scope():
-                    tf.raw_ops.AssignVariableOp(resource=_counter_handle(), value=tf.constant(0, tf.int64))
-                _counter_made = True
-        return _counter_handle()
-
-
-def _counter_handle() -> tf.Tensor:
-    return tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=[], shared_name="hvd8bit_sent_bytes")
-
-
-def _count(sent: tf.Tensor) -> None:
-    with tf.device("CPU:0"), unordered():
-        sent = tf.cast(sent, tf.int64)
-        for counter in _also.counters:
-            counter.assign_add(sent)
-        if tf.executing_eagerly():
-            tf.raw_ops.AssignAddVariableOp(resource=_counter(), value=sent)
-        elif tf.compat.v1.get_default_graph().building_function:  # a graph of TensorFlow 1 has variables of its own
-            _counting_function()(sent)
-
-
-@functools.lru_cache(maxsize=1)
-def _counting_function():
-    """Counts in a graph. Traced once: a step may count for hundreds of small gradients."""
-    with tf.init_scope():  # leaves nothing in the graph that happens to count first
-        _counter()
-
-    @tf.function(autograph=False, input_signature=[tf.TensorSpec([], tf.int64)])
-    def count(sent):
-        with tf.device("CPU:0"):
-            handle = _counter_handle()
-            # In a process that loads an exported function nobody has made the variable.
-            tf.cond(
-                tf.raw_ops.VarIsInitializedOp(resource=handle),
-                lambda: tf.group(tf.raw_ops.AssignAddVariableOp(resource=handle, value=sent)),
-                tf.no_op,
-            )
-
-    return count

@@ -34,9 +34,10 @@ from __future__ import annotations
 import tensorflow as tf
 
 from hvd8bit import activations
-from hvd8bit.collectives import HorovodComm, unordered
+from hvd8bit.collectives import HorovodComm
 from hvd8bit.compression import EightBit
 from hvd8bit.exchange import differentiable_exchange, exchange
+from hvd8bit.graphs import unordered
 from hvd8bit.parallel import report
 from hvd8bit.parallel.boundary import Boundary
 from hvd8bit.parallel.partition import part_sizes

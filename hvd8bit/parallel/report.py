@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from hvd8bit import activations, collectives
+from hvd8bit import activations, counting, graphs
 
 _lock = threading.Lock()
 _measuring: list[BoundaryReport] = []
@@ -107,7 +107,7 @@ def of(boundary, direction: str, tensor, *, encoded) -> Iterator:
     with contextlib.ExitStack() as stack:
         for report in _measuring:
             counts = report.counts_of(boundary.name, direction)
-            stack.enter_context(collectives.counting(counts.sent))
+            stack.enter_context(counting.counting(counts.sent))
             _count(counts, boundary, tensor, encoded)
         yield encoded
 
@@ -119,7 +119,7 @@ def _count(counts: _Counts, boundary, tensor, encoded) -> None:
     else:
         rounded = tf.cast(activations.round_trip(tensor, boundary.encoding), tf.float64)
         error = tf.reduce_sum(tf.square(rounded - numbers)) * tf.cast(encoded, tf.float64)
-    with tf.device("CPU:0"), collectives.unordered():
+    with tf.device("CPU:0"), graphs.unordered():
         counts.exchanges.assign_add(1)
         counts.elements.assign_add(tf.size(tensor, out_type=tf.int64))
         counts.squares.assign_add(tf.reduce_sum(tf.square(numbers)))

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from hvd8bit import ops, wire
-from hvd8bit.collectives import unordered
 from hvd8bit.compression import EightBitCompressor
+from hvd8bit.graphs import unordered
 from hvd8bit.selection import ENCODABLE
 
 EXACT_MAGIC = 0x5A5A_6578_6163_7431
