@@ -40,6 +40,7 @@ def DistributedOptimizer(
     sparse_as_dense=False,
     groups=None,
     process_set=None,
+    local_layers=(),
     scale_local_gradients=True,
     name=None,
 ):
@@ -60,7 +61,9 @@ def DistributedOptimizer(
       sparse_as_dense: make IndexedSlices dense, and compress them; otherwise they travel as they are.
       groups: Keras 2 only: Horovod's own grouping. By default gradients are fused into buckets.
       process_set: the Horovod process set that trains together; default all workers. The compression need not name it.
-      scale_local_gradients: divide the gradients of local variables (`register_local_var`) by the number of workers.
+      local_layers: a Keras layer or several whose variables' gradients each worker keeps to itself, not reduced.
+        With Keras 2 the layers must be built. `register_local_var` of what is returned does the same for a variable.
+      scale_local_gradients: divide the gradients of local variables by the number of workers.
       name: prefix of the names of this optimizer's collectives, the same on all workers.
 
     Returns:
@@ -70,47 +73,6 @@ def DistributedOptimizer(
     Raises:
       TypeError: `optimizer` is no Keras optimizer, or `compression` no compressor.
       ValueError: it is distributed already, or an argument does not fit; the message says what helps.
-    """
-    return PartialDistributedOptimizer(
-        optimizer,
-        local_layers=(),
-        compression=compression,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
-        sparse_as_dense=sparse_as_dense,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-        name=name,
-    )
-
-
-def PartialDistributedOptimizer(
-    optimizer,
-    *,
-    local_layers,
-    compression=EightBit,
-    op=hvd.Average,
-    gradient_predivide_factor=1.0,
-    backward_passes_per_step=1,
-    average_aggregated_gradients=False,
-    sparse_as_dense=False,
-    groups=None,
-    process_set=None,
-    scale_local_gradients=True,
-    name=None,
-):
-    """`DistributedOptimizer` that leaves the gradients of some layers to each worker itself.
-
-    Args:
-      optimizer: see `DistributedOptimizer`, and so all arguments that are not named here.
-      local_layers: a Keras layer or several. Their variables' gradients are not reduced; by default they are divided by
-        the number of workers, see scale_local_gradients. With Keras 2 the layers must be built.
-
-    Returns:
-      As `DistributedOptimizer`.
     """
     local_layers = list(local_layers) if isinstance(local_layers, (list, tuple)) else [local_layers]
     for layer in local_layers:
@@ -138,6 +100,11 @@ def PartialDistributedOptimizer(
         local_layers=local_layers,
         name=name,
     )
+
+
+def PartialDistributedOptimizer(optimizer, *, local_layers, **arguments):
+    """`DistributedOptimizer` with `local_layers`, under Horovod's name for it."""
+    return DistributedOptimizer(optimizer, local_layers=local_layers, **arguments)
 
 
 def _check_passes(passes) -> None:
