@@ -99,6 +99,8 @@ class _List(ctypes.Structure):
         ("data_type", ctypes.c_char_p),
         ("block_size", ctypes.c_int64),
         ("fixed_scale", ctypes.c_float),
+        ("stochastic", ctypes.c_int),
+        ("seed", ctypes.c_int64),
         ("count", ctypes.c_int64),
         ("dtypes", ctypes.POINTER(ctypes.c_int)),
         ("elements", ctypes.POINTER(ctypes.c_int64)),
@@ -119,6 +121,7 @@ class Lists:
       slices: of each chunk.
       library: of `native.open_c_library`; the op library if None.
       stream: a cudaStream_t as a number; work is queued on it, not waited for.
+      seed: of stochastic rounding.
 
     All methods raise ValueError with the library's message.
     """
@@ -133,6 +136,7 @@ class Lists:
         slices=1,
         library: ctypes.CDLL | None = None,
         stream: int = 0,
+        seed: int = 0,
     ):
         self._library = library or native.c_library()
         self._list = _List(
@@ -141,6 +145,8 @@ class Lists:
             data_type=encoding.data_type.encode(),
             block_size=encoding.block_size or 0,
             fixed_scale=encoding.fixed_scale,
+            stochastic=encoding.rounding == "stochastic",
+            seed=seed,
             count=len(like),
             dtypes=(ctypes.c_int * len(like))(*(wire.DTYPE_IDS[dtype] for dtype, _ in like)),
             elements=(ctypes.c_int64 * len(like))(*(elements for _, elements in like)),

@@ -11,7 +11,7 @@ from hvd8bit import datatypes
 MIN_BLOCK_SIZE = 64
 MAX_BLOCK_SIZE = 65536
 BLOCK_SIZE_STEP = 64
-ROUNDINGS = ("nearest",)
+ROUNDINGS = ("nearest", "stochastic")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,8 @@ class Encoding:
         the paper's own scaling, one scale for each tensor's part of a chunk.
       scaling: "absmax" scales a block by its absolute maximum. A power of ten, e.g. `100.0`, is the paper's
         exponent offset: a fixed scale; larger values saturate.
-      rounding: "nearest"; a number in the middle between two code values goes to the smaller magnitude.
+      rounding: "nearest"; in the middle between two code values the smaller magnitude is taken. Or "stochastic":
+        to the code value below or above, at random, so that the mean is the number; larger errors, but no bias.
 
     Raises:
       ValueError or TypeError: an argument is outside the above; the message names it.

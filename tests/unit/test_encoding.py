@@ -71,9 +71,9 @@ def test_scaling_of_another_type(scaling):
         Encoding(scaling=scaling)
 
 
-@pytest.mark.parametrize("rounding", ["up", "", None, "stochastic"])
+@pytest.mark.parametrize("rounding", ["up", "", None, "Stochastic"])
 def test_rounding(rounding):
-    with pytest.raises(ValueError, match="rounding must be one of nearest, got"):
+    with pytest.raises(ValueError, match="rounding must be one of nearest, stochastic, got"):
         Encoding(rounding=rounding)
 
 

@@ -58,6 +58,7 @@ const char* WithPlan(const hvd8bit_list* list, Fn fn) {
   spec.data_type = static_cast<uint8_t>(DataTypeByName(list->data_type));
   spec.block_size = list->block_size;
   spec.fixed_scale = list->fixed_scale;
+  spec.rounding = list->stochastic != 0 ? Rounding::kStochastic : Rounding::kNearest;
   std::string error = CheckSpec(spec);
   if (error.empty() &&
       (list->count < 1 || list->shards < 1 || list->shards > kMaxShards || list->slices < 1 ||
@@ -80,7 +81,7 @@ const char* WithPlan(const hvd8bit_list* list, Fn fn) {
   }
   if (error.empty()) {
     Layout layout(infos, spec.block_size, list->shards, list->slices);
-    error = fn(Plan{spec, std::move(layout), std::move(infos), backend}, on_device);
+    error = fn(Plan{spec, std::move(layout), std::move(infos), backend, list->seed}, on_device);
   }
   return error.empty() ? nullptr : Message(error);
 }
@@ -113,7 +114,7 @@ const char* hvd8bit_encode(const char* backend, const char* data_type, int64_t b
   return hvd8bit::ForBlocks(
       backend, data_type, block_size, fixed_scale, dtype, n,
       [&](const Backend& b, const Codebook& book, int64_t block, int64_t start, int64_t count) {
-        b.encode(static_cast<DType>(dtype), x, start, count, book, fixed_scale, codes + start,
+        b.encode(static_cast<DType>(dtype), x, start, count, book, fixed_scale, nullptr, codes + start,
                  scales + block);
       });
 }
@@ -144,7 +145,7 @@ const char* hvd8bit_sum_and_encode(const char* backend, const char* data_type, i
           block_codes[k] = codes[k] + start;
           block_scales[k] = scales[k][block];
         }
-        b.sum_and_encode(block_codes.data(), block_scales.data(), shards, count, book, fixed_scale,
+        b.sum_and_encode(block_codes.data(), block_scales.data(), shards, count, book, fixed_scale, nullptr,
                          out_codes + start, out_scales + block);
       });
 }

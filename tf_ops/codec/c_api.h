@@ -41,6 +41,8 @@ typedef struct {
   const char* data_type;
   int64_t block_size;
   float fixed_scale;
+  int stochastic;  // rounding, with `seed`
+  int64_t seed;
   int64_t count;
   const int* dtypes;
   const int64_t* elements;
