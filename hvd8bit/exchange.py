@@ -41,13 +41,14 @@ def exchange(tensors: Sequence[tf.Tensor], encoding: Encoding, comm, *, factor, 
     """
     shards, shard = comm.size_tensor(), comm.rank_tensor()
     slices = number_of_slices(tensors)
+    seed = ops.draw_seed(encoding, shard)
     gathered = []
     encoded: list[tf.Tensor] = []
     checked: list[tf.Tensor] = []
     for slice_ in range(slices):
         # One slice is encoded after another, so that the first can leave at once.
         with tf.control_dependencies(encoded):
-            payload, splits = ops.encode_list(tensors, shards, encoding, slices=slices, slice_=slice_)
+            payload, splits = ops.encode_list(tensors, shards, encoding, slices=slices, slice_=slice_, seed=seed)
         encoded = [payload]
         # The other slices leave when the first has shown that all workers have the same tensors and settings. Workers
         # that differ would else wait for slices that nobody sends.
