@@ -46,7 +46,7 @@ class EightBitCompressor(Compressor):
       block_size: elements that share a scale: a multiple of 64 in [64, 65536], or None: one scale for each tensor's
         part of a chunk, as in the paper.
       scaling: "absmax", or a power of ten: the paper's exponent offset.
-      rounding: "nearest".
+      rounding: "nearest", or "stochastic": up or down at random, without bias.
       exchange: "auto" or "scatter_reduce".
       select: a `Selection`: which tensors are encoded. `min_elements=` is accepted directly, too.
       process_set: the `horovod.tensorflow.ProcessSet` that Horovod reduces over; None: all workers. It must be the
