@@ -57,14 +57,16 @@ void NonFiniteNumbersSpoilTheirBlock() {
         x[at] = bad;
         Bytes codes(130);
         float scale;
-        backend->encode(DType::kFloat32, x.data(), 0, 130, GetCodebook(1), 0.f, codes.data(), &scale);
+        backend->encode(DType::kFloat32, x.data(), 0, 130, GetCodebook(1), 0.f, nullptr, codes.data(),
+                        &scale);
         CHECK(FloatBits(scale) == 0x7fc00000u);
         backend->decode(DType::kFloat32, codes.data(), scale, 130, GetCodebook(1), decoded.data(), 0, false);
         for (float value : decoded) {
           CHECK(std::isnan(value));
         }
         x[at] = -2.f;
-        backend->encode(DType::kFloat32, x.data(), 0, 130, GetCodebook(1), 0.f, codes.data(), &scale);
+        backend->encode(DType::kFloat32, x.data(), 0, 130, GetCodebook(1), 0.f, nullptr, codes.data(),
+                        &scale);
         CHECK(scale == 2.f && codes[at] == 255 && codes[(at + 1) % 130] == 127);
       }
     }
