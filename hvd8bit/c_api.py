@@ -15,8 +15,11 @@ from hvd8bit import native, wire
 from hvd8bit.encoding import Encoding
 
 
-def encode(backend: str, x: np.ndarray, encoding: Encoding, out=None) -> tuple[np.ndarray, np.ndarray]:
-    """Codes uint8 [n] and scales float32 [blocks] of a contiguous array; into the pair `out`, if given."""
+def encode(backend: str, x: np.ndarray, encoding: Encoding, out=None, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Codes uint8 [n] and scales float32 [blocks] of a contiguous array; into the pair `out`, if given.
+
+    `seed` is of stochastic rounding.
+    """
     codes, scales = out or (np.empty(x.size, np.uint8), np.empty(blocks(x.size, encoding), np.float32))
     _check(
         native.c_library().hvd8bit_encode(
@@ -24,6 +27,7 @@ def encode(backend: str, x: np.ndarray, encoding: Encoding, out=None) -> tuple[n
             encoding.data_type.encode(),
             ctypes.c_int64(encoding.block_size or 0),
             ctypes.c_float(encoding.fixed_scale),
+            *_rounding(encoding, seed),
             wire.DTYPE_IDS[x.dtype.name],
             _pointer(x),
             ctypes.c_int64(x.size),
@@ -62,7 +66,7 @@ def decode(
 
 
 def sum_and_encode(
-    backend: str, encoded: Sequence[tuple[np.ndarray, np.ndarray]], encoding: Encoding, out=None
+    backend: str, encoded: Sequence[tuple[np.ndarray, np.ndarray]], encoding: Encoding, out=None, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Codes and scales of the sum of `encoded` pairs of them, added in order. A fixed scale is taken as it is."""
     n = encoded[0][0].size
@@ -74,6 +78,7 @@ def sum_and_encode(
             encoding.data_type.encode(),
             ctypes.c_int64(encoding.block_size or 0),
             ctypes.c_float(encoding.fixed_scale),
+            *_rounding(encoding, seed),
             ctypes.c_int64(len(encoded)),
             pointers(*(pair[0].ctypes.data for pair in encoded)),
             pointers(*(pair[1].ctypes.data for pair in encoded)),
@@ -83,6 +88,10 @@ def sum_and_encode(
         )
     )
     return codes, scales
+
+
+def _rounding(encoding: Encoding, seed: int) -> tuple[int, ctypes.c_int64]:
+    return int(encoding.rounding == "stochastic"), ctypes.c_int64(seed)
 
 
 def blocks(elements: int, encoding: Encoding) -> int:
@@ -99,6 +108,8 @@ class _List(ctypes.Structure):
         ("data_type", ctypes.c_char_p),
         ("block_size", ctypes.c_int64),
         ("fixed_scale", ctypes.c_float),
+        ("stochastic", ctypes.c_int),
+        ("seed", ctypes.c_int64),
         ("count", ctypes.c_int64),
         ("dtypes", ctypes.POINTER(ctypes.c_int)),
         ("elements", ctypes.POINTER(ctypes.c_int64)),
@@ -119,6 +130,7 @@ class Lists:
       slices: of each chunk.
       library: of `native.open_c_library`; the op library if None.
       stream: a cudaStream_t as a number; work is queued on it, not waited for.
+      seed: of stochastic rounding.
 
     All methods raise ValueError with the library's message.
     """
@@ -133,6 +145,7 @@ class Lists:
         slices=1,
         library: ctypes.CDLL | None = None,
         stream: int = 0,
+        seed: int = 0,
     ):
         self._library = library or native.c_library()
         self._list = _List(
@@ -141,6 +154,8 @@ class Lists:
             data_type=encoding.data_type.encode(),
             block_size=encoding.block_size or 0,
             fixed_scale=encoding.fixed_scale,
+            stochastic=encoding.rounding == "stochastic",
+            seed=seed,
             count=len(like),
             dtypes=(ctypes.c_int * len(like))(*(wire.DTYPE_IDS[dtype] for dtype, _ in like)),
             elements=(ctypes.c_int64 * len(like))(*(elements for _, elements in like)),

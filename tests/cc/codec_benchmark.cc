@@ -42,7 +42,8 @@ struct Data {
   void Encode(const Backend& backend, uint8_t* to) {
     for (size_t block = 0; block < scales.size(); ++block) {
       const int64_t start = static_cast<int64_t>(block) * kBlock;
-      backend.encode(DType::kFloat32, x.data(), start, kBlock, book, 0.f, to + start, &scales[block]);
+      backend.encode(DType::kFloat32, x.data(), start, kBlock, book, 0.f, nullptr, to + start,
+                     &scales[block]);
     }
   }
 
@@ -63,8 +64,8 @@ struct Data {
         from[worker] = codes.data() + start;
         from_scales[worker] = scales[block];
       }
-      backend.sum_and_encode(from, from_scales, kWorkers, kBlock, book, 0.f, out_codes.data() + start,
-                             &scale);
+      backend.sum_and_encode(from, from_scales, kWorkers, kBlock, book, 0.f, nullptr,
+                             out_codes.data() + start, &scale);
       benchmark::DoNotOptimize(scale);
     }
   }

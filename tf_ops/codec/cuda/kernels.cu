@@ -12,6 +12,7 @@
 
 #include "tf_ops/codec/codebook.h"
 #include "tf_ops/codec/cuda/kernels.h"
+#include "tf_ops/codec/dither.h"
 #include "tf_ops/codec/float_types.h"
 
 // The tests compile this file for the host, with another way to launch a kernel.
@@ -42,17 +43,20 @@ constexpr uint32_t kQuietNan = 0x7fc00000u;
 template <typename T>
 constexpr int kAtOnce = sizeof(T) < 4 ? 8 : 4;
 
+__device__ bool Aligned(const void* pointer, int bytes) {
+  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+}
+
 __device__ uint32_t ReadWord(const uint8_t* from) {
+  if (Aligned(from, 4)) {
+    return *reinterpret_cast<const uint32_t*>(from);
+  }
   uint32_t word;
-  memcpy(&word, from, sizeof word);  // from bytes: any alignment
+  memcpy(&word, from, sizeof word);  // byte by byte
   return word;
 }
 
 __device__ void WriteWord(uint8_t* to, uint32_t word) { memcpy(to, &word, sizeof word); }
-
-__device__ bool Aligned(const void* pointer, int64_t offset, int bytes) {
-  return (reinterpret_cast<uintptr_t>(pointer) + static_cast<uint64_t>(offset)) % bytes == 0;
-}
 
 __device__ int64_t ScalesOffset(const ChunkArgument& chunk) {
   return kHeaderBytes +
@@ -215,7 +219,7 @@ __device__ void FillValues(const Arguments& a, float* values) {
 template <int kPerRow>
 __device__ void ReadCodes(const Tile& tile, const uint8_t* codes, uint32_t* words) {
   constexpr int kWords = kPerRow / 4;
-  if (AllWithin<kPerRow>(tile) && Aligned(codes, 0, 4)) {
+  if (AllWithin<kPerRow>(tile) && Aligned(codes, 4)) {
 #pragma unroll
     for (int i = 0; i < kPerThread / 4; ++i) {
       words[i] =
@@ -248,7 +252,7 @@ struct TensorLoader {
         static_cast<const uint8_t*>(piece.tensor) + tile.start * static_cast<int64_t>(sizeof(T));
     constexpr int kRows = kPerThread / kPerRow, kLoads = kPerRow * sizeof(T) / 16;
     T elements[kPerThread];
-    if (AllWithin<kPerRow>(tile) && Aligned(from, 0, 16)) {
+    if (AllWithin<kPerRow>(tile) && Aligned(from, 16)) {
       uint4 loaded[kRows * kLoads];
 #pragma unroll
       for (int i = 0; i < kRows * kLoads; ++i) {
@@ -438,15 +442,12 @@ __device__ void FillBuckets(const Arguments& a, uint32_t* buckets) {
   }
 }
 
-// A code. `divisor` is the scale, and positive.
-__device__ uint32_t Code(float x, float divisor, uint32_t lowest, const uint32_t* buckets) {
-  uint32_t y = FloatBits(__fdiv_rn(BitsToFloat(Magnitude(x)), divisor));
-  y = y < kOne ? y : kOne;
+// The index of the nearest magnitude; `y` are the bits of a number in [0, 1].
+__device__ uint32_t NearestIndex(uint32_t y, uint32_t lowest, const uint32_t* buckets) {
   y = y > lowest ? y : lowest;
   const uint32_t bucket = buckets[(y - lowest) >> kBucketBits];
   constexpr uint32_t kLow = (1u << kBucketBits) - 1;
-  const uint32_t index = (bucket >> kBucketBits & 0x7fu) + ((y & kLow) > (bucket & kLow) ? bucket >> 24 : 0u);
-  return index == 0 ? 0u : index | (FloatBits(x) >> 24 & kSignBit);
+  return (bucket >> kBucketBits & 0x7fu) + ((y & kLow) > (bucket & kLow) ? bucket >> 24 : 0u);
 }
 
 __device__ float BlockScale(uint32_t most, float fixed_scale) {
@@ -456,7 +457,7 @@ __device__ float BlockScale(uint32_t most, float fixed_scale) {
   return fixed_scale != 0.f ? fixed_scale : BitsToFloat(most);
 }
 
-template <typename Loader>
+template <typename Loader, bool kStochastic>
 __global__ void __launch_bounds__(kThreads) EncodeKernel(const __grid_constant__ Arguments a) {
   constexpr int kPerRow = Loader::kPerRow;
   __shared__ uint32_t buckets[kMostBuckets];
@@ -469,8 +470,10 @@ __global__ void __launch_bounds__(kThreads) EncodeKernel(const __grid_constant__
   const uint32_t lowest = a.first_bucket << kBucketBits;
   FillBuckets(a, buckets);
   bool refused = false;
-  if constexpr (Loader::kReceives) {
+  if constexpr (Loader::kReceives || kStochastic) {
     FillValues(a, values);
+  }
+  if constexpr (Loader::kReceives) {
     refused = Loader::Refused(a);
   }
   if (threadIdx.x < kUnits) {
@@ -504,7 +507,7 @@ __global__ void __launch_bounds__(kThreads) EncodeKernel(const __grid_constant__
     }
     __syncthreads();
 
-    const bool whole_words = AllWithin<kPerRow>(tile) && Aligned(codes, 0, 4);
+    const bool whole_words = AllWithin<kPerRow>(tile) && Aligned(codes, 4);
 #pragma unroll
     for (int row = 0; row < kPerThread / kPerRow; ++row) {
       const int first = FirstElement<kPerRow>(row);
@@ -517,7 +520,16 @@ __global__ void __launch_bounds__(kThreads) EncodeKernel(const __grid_constant__
         uint32_t word = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          word |= Code(floats[row * kPerRow + at + i], divisor, lowest, buckets) << (8 * i);
+          const float x = floats[row * kPerRow + at + i];
+          uint32_t y = FloatBits(__fdiv_rn(BitsToFloat(Magnitude(x)), divisor));
+          y = y < kOne ? y : kOne;
+          uint32_t index = NearestIndex(y, lowest, buckets);
+          if constexpr (kStochastic) {
+            const int64_t place = piece.row + tile.start + first + at + i;
+            index = StochasticIndex(values, static_cast<int>(index), BitsToFloat(y), RandomAt(a.key, place));
+          }
+          const uint32_t code = index == 0 ? 0u : index | (FloatBits(x) >> 24 & kSignBit);
+          word |= code << (8 * i);
         }
         word &= mask;
         if (whole_words) {
@@ -590,7 +602,7 @@ __global__ void __launch_bounds__(kThreads) DecodeKernel(const __grid_constant__
     uint32_t words[kPerThread / 4];
     ReadCodes<kPerRow>(tile, codes, words);
     auto* to = static_cast<uint8_t*>(piece.tensor) + tile.start * static_cast<int64_t>(sizeof(T));
-    const bool vectors = AllWithin<kPerRow>(tile) && Aligned(to, 0, 16);
+    const bool vectors = AllWithin<kPerRow>(tile) && Aligned(to, 16);
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
       const int first = FirstElement<kPerRow>(row);
@@ -639,7 +651,11 @@ int Encode(const Arguments& a, void* stream) {
     HVD8BIT_LAUNCH(ZeroScalesKernel, Grid(a), stream, a);
     HVD8BIT_LAUNCH(LongBlocksKernel<Loader>, Grid(a), stream, a);
   }
-  HVD8BIT_LAUNCH(EncodeKernel<Loader>, Grid(a), stream, a);
+  if (a.header.rounding == static_cast<uint8_t>(Rounding::kStochastic)) {
+    HVD8BIT_LAUNCH((EncodeKernel<Loader, true>), Grid(a), stream, a);
+  } else {
+    HVD8BIT_LAUNCH((EncodeKernel<Loader, false>), Grid(a), stream, a);
+  }
   return static_cast<int>(cudaGetLastError());
 }
 

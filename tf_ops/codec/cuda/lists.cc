@@ -10,6 +10,7 @@
 #include "tf_ops/codec/codebook.h"
 #include "tf_ops/codec/cuda/arguments.h"
 #include "tf_ops/codec/cuda/kernels.h"
+#include "tf_ops/codec/dither.h"
 #include "tf_ops/codec/float_types.h"
 
 namespace hvd8bit {
@@ -103,6 +104,7 @@ Arguments MakeArguments(const Plan& plan, const ChunkHeader& header) {
   a.shards = plan.layout.shards();
   a.factor = 0;
   a.report = nullptr;
+  a.key = DitherKey(plan.seed);
   std::copy(book.magnitudes.begin(), book.magnitudes.end(), a.values);
   // The search tree's thresholds in ascending order: its levels hold them like a ruler its marks.
   for (int level = 0, node = 0; level < 7; ++level) {
@@ -184,6 +186,7 @@ std::string ForLaunches(Arguments a, const std::vector<ChunkInMemory>& chunks, b
       a.piece[a.pieces++] = {tensor(piece),
                              elements,
                              piece.codes_offset,
+                             piece.row,
                              static_cast<uint32_t>(piece.first_block),
                              a.tiles,
                              static_cast<uint16_t>(a.chunks - 1),
