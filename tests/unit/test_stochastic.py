@@ -144,12 +144,15 @@ def test_single_arrays_follow_the_reference(backend, rng):
     """What the benchmark times: `c_api.encode` and `sum_and_encode`; a place is a position in the array."""
     x = rng.standard_normal(1000).astype(np.float32)
     encoding = stochastic(block_size=192)
-    blocks = [reference.encode_block(x[i : i + 192], encoding, seed=SEED, place=i) for i in range(0, x.size, 192)]
-    codes, scales = c_api.encode(backend, x, encoding, seed=SEED)
-    assert codes.tobytes() == b"".join(codes.tobytes() for codes, _ in blocks)
-    total = 2 * np.concatenate([reference.decode_block(*block, encoding.data_type) for block in blocks])
-    expected = [reference.encode_block(total[i : i + 192], encoding, seed=4, place=i) for i in range(0, x.size, 192)]
-    got, _ = c_api.sum_and_encode(backend, [(codes, scales)] * 2, encoding, seed=4)
+    starts = range(0, x.size, 192)
+    encoded, total = [], np.zeros_like(x)
+    for numbers in (x, x[::-1].copy()):
+        blocks = [reference.encode_block(numbers[i : i + 192], encoding, seed=SEED, place=i) for i in starts]
+        encoded.append(c_api.encode(backend, numbers, encoding, seed=SEED))
+        assert encoded[-1][0].tobytes() == b"".join(codes.tobytes() for codes, _ in blocks)
+        total += np.concatenate([reference.decode_block(*block, encoding.data_type) for block in blocks])
+    expected = [reference.encode_block(total[i : i + 192], encoding, seed=4, place=i) for i in starts]
+    got, _ = c_api.sum_and_encode(backend, encoded, encoding, seed=4)
     assert got.tobytes() == b"".join(codes.tobytes() for codes, _ in expected)
 
 

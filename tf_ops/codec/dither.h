@@ -16,11 +16,13 @@ struct Dither {
 };
 
 inline constexpr uint64_t kGoldenRatio = 0x9E3779B97F4A7C15ull;
+inline constexpr uint64_t kMixFactor1 = 0xBF58476D1CE4E5B9ull;
+inline constexpr uint64_t kMixFactor2 = 0x94D049BB133111EBull;
 
 // The finaliser of SplitMix64: every bit of the result depends on every bit of `z`.
 HVD8BIT_HOST_DEVICE inline uint64_t Mix(uint64_t z) {
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+  z = (z ^ (z >> 30)) * kMixFactor1;
+  z = (z ^ (z >> 27)) * kMixFactor2;
   return z ^ (z >> 31);
 }
 
@@ -32,6 +34,11 @@ HVD8BIT_HOST_DEVICE inline uint64_t DitherKey(int64_t seed) {
 // A number in [0, 1), a multiple of 2^-24.
 HVD8BIT_HOST_DEVICE inline float RandomAt(uint64_t key, int64_t place) {
   return static_cast<float>(Mix(key + static_cast<uint64_t>(place) * kGoldenRatio) >> 40) * 0x1p-24f;
+}
+
+// Whether y, of [low, high), becomes `high`: with the probability by which the mean is y.
+HVD8BIT_HOST_DEVICE inline bool RoundsUp(float low, float high, float y, float random) {
+  return random * (high - low) < y - low;
 }
 
 // The index that y gets: of the magnitude below or above it, of the latter with the probability by which the
@@ -52,7 +59,7 @@ HVD8BIT_HOST_DEVICE inline int StochasticIndex(const float* magnitudes, int near
       --low;
     }
   }
-  return random * (magnitudes[high] - magnitudes[low]) < y - magnitudes[low] ? high : low;
+  return RoundsUp(magnitudes[low], magnitudes[high], y, random) ? high : low;
 }
 
 }  // namespace hvd8bit

@@ -106,12 +106,7 @@ Arguments MakeArguments(const Plan& plan, const ChunkHeader& header) {
   a.report = nullptr;
   a.key = DitherKey(plan.seed);
   std::copy(book.magnitudes.begin(), book.magnitudes.end(), a.values);
-  // The search tree's thresholds in ascending order: its levels hold them like a ruler its marks.
-  for (int level = 0, node = 0; level < 7; ++level) {
-    for (int j = 0; j < 1 << level; ++j, ++node) {
-      a.thresholds[((2 * j + 1) << (6 - level)) - 1] = FloatBits(book.tree[node]);
-    }
-  }
+  std::copy(book.thresholds.begin(), book.thresholds.end(), a.thresholds);
   a.first_bucket = book.first_bucket;
   return a;
 }
