@@ -36,6 +36,7 @@ HEADERS = [
     "codec/cuda/arguments.h",
     "codec/cuda/kernels.h",
     "codec/cuda/lists.h",
+    "codec/cuda/tiles.h",
     "codec/dither.h",
     "codec/float_types.h",
     "codec/format.h",
