@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from hvd8bit import ops
+from hvd8bit import dither, ops
 from hvd8bit.encoding import Encoding
 from hvd8bit.layout import HEADER_BYTES, SCALE_BYTES
 
@@ -39,7 +39,8 @@ def gather(part, axis: int, sizes: Sequence, encoding: Encoding, comm, *, name: 
     Raises:
       tf.errors.InvalidArgumentError: workers' parts or settings differ; on every worker.
     """
-    chunk, _ = ops.encode_list([part], _one(comm), encoding)
+    (seed,) = dither.seeds(encoding, comm=comm, name=name)
+    chunk, _ = ops.encode_list([part], _one(comm), encoding, seed=seed)
     gathered = comm.allgather(chunk, f"{name}_allgather")
     shapes = [shape_of_part(part, axis, size) for size in sizes]
     places = [coded_bytes(elements(shape), encoding) for shape in shapes]
@@ -77,7 +78,8 @@ def scatter_sum(tensor, axis: int, sizes: Sequence, encoding: Encoding, comm, *,
     """
     parts = tf.split(tf.cast(tensor, tf.float32), tf.stack(sizes), axis=axis, num=len(sizes))
     one = _one(comm)
-    chunks = [ops.encode_list([part], one, encoding)[0] for part in parts]
+    seeds = dither.seeds(encoding, len(parts), comm=comm, name=name)
+    chunks = [ops.encode_list([part], one, encoding, seed=seed)[0] for part, seed in zip(parts, seeds)]
     received, splits = comm.alltoall(
         tf.concat(chunks, 0), tf.stack([tf.size(chunk) for chunk in chunks]), f"{name}_alltoall"
     )
@@ -87,7 +89,7 @@ def scatter_sum(tensor, axis: int, sizes: Sequence, encoding: Encoding, comm, *,
 
 
 def round_trip(tensor, encoding: Encoding) -> tf.Tensor:
-    """The tensor as it is after it was encoded and decoded: what its receivers see."""
+    """The tensor as it is after it was encoded and decoded: what its receivers see, but for chance."""
     chunk, _ = ops.encode_list([tensor], 1, encoding)
     return _decode(chunk, shape_of_part(tensor, None, None), tensor.dtype, encoding)
 

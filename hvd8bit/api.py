@@ -64,13 +64,16 @@ class Encoded:
         return scales
 
 
-def encode(x, data_type: str = Encoding.data_type, block_size: int | None = Encoding.block_size, **settings) -> Encoded:
+def encode(
+    x, data_type: str = Encoding.data_type, block_size: int | None = Encoding.block_size, seed=None, **settings
+) -> Encoded:
     """Encodes one tensor in 8 bits.
 
     Args:
       x: float16, bfloat16, float32 or float64 tensor, variable or array of any shape. float64 is rounded to float32
         first.
       data_type, block_size, **settings: see `hvd8bit.encoding.Encoding`.
+      seed: integer that decides how `rounding="stochastic"` rounds; None: TensorFlow's generator does.
 
     Returns:
       An `Encoded`: `.codes` uint8 [n], `.scales` float32 [ceil(n / block_size)].
@@ -84,7 +87,7 @@ def encode(x, data_type: str = Encoding.data_type, block_size: int | None = Enco
         raise TypeError(
             f"x must be one of {', '.join(dtype.name for dtype in ops.DTYPES)}, got {x.dtype.name}; cast it first"
         )
-    chunk, _ = ops.encode_list([x], 1, encoding)
+    chunk, _ = ops.encode_list([x], 1, encoding, seed=seed)
     return Encoded(chunk, tf.shape(x, out_type=tf.int64), x.shape, x.dtype, encoding)
 
 

@@ -8,81 +8,112 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Callable
 
 import numpy as np
 
 from hvd8bit import native, wire
 from hvd8bit.encoding import Encoding
 
-
-def encode(backend: str, x: np.ndarray, encoding: Encoding, out=None) -> tuple[np.ndarray, np.ndarray]:
-    """Codes uint8 [n] and scales float32 [blocks] of a contiguous array; into the pair `out`, if given."""
-    codes, scales = out or (np.empty(x.size, np.uint8), np.empty(blocks(x.size, encoding), np.float32))
-    _check(
-        native.c_library().hvd8bit_encode(
-            backend.encode(),
-            encoding.data_type.encode(),
-            ctypes.c_int64(encoding.block_size or 0),
-            ctypes.c_float(encoding.fixed_scale),
-            wire.DTYPE_IDS[x.dtype.name],
-            _pointer(x),
-            ctypes.c_int64(x.size),
-            _pointer(codes),
-            _pointer(scales),
-        )
-    )
-    return codes, scales
+Encoded = tuple[np.ndarray, np.ndarray]
+"""Codes uint8 [n] and scales float32 [blocks]."""
+Call = Callable[[], None]
+"""A call of the library whose arguments have been made: what a benchmark repeats."""
 
 
-def decode(
-    backend: str,
-    codes: np.ndarray,
-    scales: np.ndarray,
-    encoding: Encoding,
-    dtype="float32",
-    stream: bool = False,
-    out: np.ndarray | None = None,
-) -> np.ndarray:
-    """Numbers [n] of `dtype` from codes and scales."""
-    out = np.empty(codes.size, dtype) if out is None else out
-    _check(
-        native.c_library().hvd8bit_decode(
-            backend.encode(),
-            encoding.data_type.encode(),
-            ctypes.c_int64(encoding.block_size or 0),
-            wire.DTYPE_IDS[out.dtype.name],
-            _pointer(codes),
-            _pointer(scales),
-            ctypes.c_int64(codes.size),
-            int(stream),
-            _pointer(out),
-        )
-    )
+def encode(backend: str, x: np.ndarray, encoding: Encoding, out: Encoded | None = None, seed: int = 0) -> Encoded:
+    """Codes uint8 [n] and scales float32 [blocks] of a contiguous array; into the pair `out`, if given.
+
+    `seed` is of stochastic rounding.
+    """
+    out = out or (np.empty(x.size, np.uint8), np.empty(blocks(x.size, encoding), np.float32))
+    encoder(backend, x, encoding, out, seed)()
     return out
 
 
-def sum_and_encode(
-    backend: str, encoded: Sequence[tuple[np.ndarray, np.ndarray]], encoding: Encoding, out=None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales of the sum of `encoded` pairs of them, added in order. A fixed scale is taken as it is."""
-    n = encoded[0][0].size
-    codes, scales = out or (np.empty(n, np.uint8), np.empty(blocks(n, encoding), np.float32))
-    pointers = ctypes.c_void_p * len(encoded)
-    _check(
-        native.c_library().hvd8bit_sum_and_encode(
-            backend.encode(),
-            encoding.data_type.encode(),
-            ctypes.c_int64(encoding.block_size or 0),
-            ctypes.c_float(encoding.fixed_scale),
-            ctypes.c_int64(len(encoded)),
-            pointers(*(pair[0].ctypes.data for pair in encoded)),
-            pointers(*(pair[1].ctypes.data for pair in encoded)),
-            ctypes.c_int64(n),
-            _pointer(codes),
-            _pointer(scales),
-        )
+def encoder(backend: str, x: np.ndarray, encoding: Encoding, out: Encoded, seed: int = 0) -> Call:
+    """The call that `encode` makes."""
+    codes, scales = out
+    return _call(
+        [x, codes, scales],
+        native.c_library().hvd8bit_encode,
+        backend.encode(),
+        encoding.data_type.encode(),
+        ctypes.c_int64(encoding.block_size or 0),
+        ctypes.c_float(encoding.fixed_scale),
+        *_rounding(encoding, seed),
+        wire.DTYPE_IDS[x.dtype.name],
+        _pointer(x),
+        ctypes.c_int64(x.size),
+        _pointer(codes),
+        _pointer(scales),
     )
-    return codes, scales
+
+
+def decode(
+    backend: str, codes: np.ndarray, scales: np.ndarray, encoding: Encoding, dtype="float32", stream: bool = False
+) -> np.ndarray:
+    """Numbers [n] of `dtype` from codes and scales."""
+    out = np.empty(codes.size, dtype)
+    decoder(backend, codes, scales, encoding, out, stream)()
+    return out
+
+
+def decoder(
+    backend: str, codes: np.ndarray, scales: np.ndarray, encoding: Encoding, out: np.ndarray, stream: bool = False
+) -> Call:
+    """The call that `decode` makes."""
+    return _call(
+        [codes, scales, out],
+        native.c_library().hvd8bit_decode,
+        backend.encode(),
+        encoding.data_type.encode(),
+        ctypes.c_int64(encoding.block_size or 0),
+        wire.DTYPE_IDS[out.dtype.name],
+        _pointer(codes),
+        _pointer(scales),
+        ctypes.c_int64(codes.size),
+        int(stream),
+        _pointer(out),
+    )
+
+
+def sum_and_encode(backend: str, encoded: Sequence[Encoded], encoding: Encoding, seed: int = 0) -> Encoded:
+    """Codes and scales of the sum of `encoded` pairs of them, added in order. A fixed scale is taken as it is."""
+    out = np.empty_like(encoded[0][0]), np.empty_like(encoded[0][1])
+    adder(backend, encoded, encoding, out, seed)()
+    return out
+
+
+def adder(backend: str, encoded: Sequence[Encoded], encoding: Encoding, out: Encoded, seed: int = 0) -> Call:
+    """The call that `sum_and_encode` makes."""
+    pointers = ctypes.c_void_p * len(encoded)
+    return _call(
+        [*encoded, out],
+        native.c_library().hvd8bit_sum_and_encode,
+        backend.encode(),
+        encoding.data_type.encode(),
+        ctypes.c_int64(encoding.block_size or 0),
+        ctypes.c_float(encoding.fixed_scale),
+        *_rounding(encoding, seed),
+        ctypes.c_int64(len(encoded)),
+        pointers(*(codes.ctypes.data for codes, _ in encoded)),
+        pointers(*(scales.ctypes.data for _, scales in encoded)),
+        ctypes.c_int64(encoded[0][0].size),
+        _pointer(out[0]),
+        _pointer(out[1]),
+    )
+
+
+def _call(arrays, function, *arguments) -> Call:
+    def call(arrays=arrays):  # pointers alone would not keep them
+        _check(function(*arguments))
+
+    return call
+
+
+def _rounding(encoding: Encoding, seed: int) -> tuple[int, ctypes.c_int64]:
+    return int(encoding.rounding == "stochastic"), ctypes.c_int64(seed)
 
 
 def blocks(elements: int, encoding: Encoding) -> int:
@@ -99,6 +130,8 @@ class _List(ctypes.Structure):
         ("data_type", ctypes.c_char_p),
         ("block_size", ctypes.c_int64),
         ("fixed_scale", ctypes.c_float),
+        ("stochastic", ctypes.c_int),
+        ("seed", ctypes.c_int64),
         ("count", ctypes.c_int64),
         ("dtypes", ctypes.POINTER(ctypes.c_int)),
         ("elements", ctypes.POINTER(ctypes.c_int64)),
@@ -119,6 +152,7 @@ class Lists:
       slices: of each chunk.
       library: of `native.open_c_library`; the op library if None.
       stream: a cudaStream_t as a number; work is queued on it, not waited for.
+      seed: of stochastic rounding.
 
     All methods raise ValueError with the library's message.
     """
@@ -133,6 +167,7 @@ class Lists:
         slices=1,
         library: ctypes.CDLL | None = None,
         stream: int = 0,
+        seed: int = 0,
     ):
         self._library = library or native.c_library()
         self._list = _List(
@@ -141,6 +176,8 @@ class Lists:
             data_type=encoding.data_type.encode(),
             block_size=encoding.block_size or 0,
             fixed_scale=encoding.fixed_scale,
+            stochastic=encoding.rounding == "stochastic",
+            seed=seed,
             count=len(like),
             dtypes=(ctypes.c_int * len(like))(*(wire.DTYPE_IDS[dtype] for dtype, _ in like)),
             elements=(ctypes.c_int64 * len(like))(*(elements for _, elements in like)),

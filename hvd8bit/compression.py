@@ -46,7 +46,7 @@ class EightBitCompressor(Compressor):
       block_size: elements that share a scale: a multiple of 64 in [64, 65536], or None: one scale for each tensor's
         part of a chunk, as in the paper.
       scaling: "absmax", or a power of ten: the paper's exponent offset.
-      rounding: "nearest".
+      rounding: "nearest", or "stochastic": up or down at random, so that the mean is the number.
       exchange: "scatter_reduce": two rounds, in which each worker sends a quarter of what float32 takes, whatever the
         number of workers; "allgather": one round, in which everyone sends everything to everyone: sooner there for
         little data, with one rounding less; "auto": which of them, by the amount of data and the number of workers
@@ -54,6 +54,8 @@ class EightBitCompressor(Compressor):
       select: a `Selection`: which tensors are encoded. `min_elements=` is accepted directly, too.
       process_set: the `horovod.tensorflow.ProcessSet` that Horovod reduces over; None: all workers. It must be the
         one that the call gets.
+      seed: of stochastic rounding: the same program rounds alike when it is run again. The same on all workers, which
+        round differently all the same. None: TensorFlow's generator decides.
 
     Raises:
       ValueError or TypeError: an argument is not one of the above; the message names it.
@@ -69,8 +71,9 @@ class EightBitCompressor(Compressor):
         select: Selection | None = None,
         process_set=None,
         min_elements: int | None = None,
+        seed: int | None = Encoding.seed,
     ):
-        self.encoding = Encoding(data_type, block_size, scaling, rounding)
+        self.encoding = Encoding(data_type, block_size, scaling, rounding, seed)
         if exchange not in modes.EXCHANGES:
             raise ValueError(f"exchange must be one of {', '.join(modes.EXCHANGES)}, got {exchange!r}")
         self.exchange = exchange
@@ -99,6 +102,7 @@ class EightBitCompressor(Compressor):
             "exchange": self.exchange,
             "select": self.select,
             "process_set": self.process_set,
+            "seed": self.encoding.seed,
         }
 
     def _key(self) -> tuple:
@@ -116,8 +120,9 @@ class EightBitCompressor(Compressor):
         settings = self._settings()
         if self.select == Selection(self.select.min_elements):
             settings["min_elements"] = settings.pop("select").min_elements
-        if settings["process_set"] is None:
-            del settings["process_set"]
+        for name in ("process_set", "seed"):
+            if settings[name] is None:
+                del settings[name]
         return f"EightBit({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
 
     @tf.autograph.experimental.do_not_convert

@@ -11,7 +11,7 @@ from hvd8bit import datatypes
 MIN_BLOCK_SIZE = 64
 MAX_BLOCK_SIZE = 65536
 BLOCK_SIZE_STEP = 64
-ROUNDINGS = ("nearest",)
+ROUNDINGS = ("nearest", "stochastic")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,10 @@ class Encoding:
         the paper's own scaling, one scale for each tensor's part of a chunk.
       scaling: "absmax" scales a block by its absolute maximum. A power of ten, e.g. `100.0`, is the paper's
         exponent offset: a fixed scale; larger values saturate.
-      rounding: "nearest"; a number in the middle between two code values goes to the smaller magnitude.
+      rounding: "nearest"; in the middle between two code values the smaller magnitude is taken. Or "stochastic":
+        to the code value below or above, at random, so that the mean is the number; larger errors, but no bias.
+      seed: of stochastic rounding, an integer in [0, 2^63): what is drawn at random follows from it
+        (`hvd8bit.dither`). None: from TensorFlow's generator. Not for "nearest".
 
     Raises:
       ValueError or TypeError: an argument is outside the above; the message names it.
@@ -34,6 +37,7 @@ class Encoding:
     block_size: int | None = 1024
     scaling: str | float = "absmax"
     rounding: str = "nearest"
+    seed: int | None = None
 
     def __post_init__(self):
         datatypes.data_type_id(self.data_type)
@@ -41,11 +45,14 @@ class Encoding:
         _check_scaling(self.scaling, self.data_type)
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}, got {self.rounding!r}")
+        _check_seed(self.seed)
         # Equal settings look equal, too: workers compare them as text.
         if self.block_size is not None:
             object.__setattr__(self, "block_size", int(self.block_size))
         if self.scaling != "absmax":
             object.__setattr__(self, "scaling", float(self.scaling))
+        if self.seed is not None:
+            object.__setattr__(self, "seed", int(self.seed))
 
     @property
     def fixed_scale(self) -> float:
@@ -78,3 +85,13 @@ def _check_scaling(scaling, data_type: str) -> None:
     exponent = round(math.log10(value)) if 0 < value < math.inf else None
     if exponent is None or abs(exponent) > 30 or value != float(f"1e{exponent}"):
         raise ValueError(f"{rule}, got {scaling!r}")
+
+
+def _check_seed(seed) -> None:
+    rule = "seed must be an integer in [0, 2^63), or None"
+    if seed is None:
+        return
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+        raise TypeError(f"{rule}, got {seed!r}")
+    if not 0 <= int(seed) < 2**63:
+        raise ValueError(f"{rule}, got {seed}")

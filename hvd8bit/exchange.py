@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from hvd8bit import ops
+from hvd8bit import dither, ops
 from hvd8bit.collectives import HorovodComm
 from hvd8bit.encoding import Encoding
 from hvd8bit.gathered import check_headers
@@ -23,6 +23,8 @@ from hvd8bit.modes import ALLGATHER, SCATTER_REDUCE
 ELEMENTS_PER_SLICE = 2 * 2**20
 """Bytes that a slice brings through the alltoall: the transport is at its best with a few MB or less."""
 MAX_SLICES = 16
+SEEDS = 2
+"""Of an exchange: for the codes and for the sum. All slices have the same: a number's place tells them apart."""
 
 
 def exchange(
@@ -34,6 +36,7 @@ def exchange(
     name: str,
     mode: str = SCATTER_REDUCE,
     slices: int | None = None,
+    seeds: Sequence | None = None,
 ) -> list[tf.Tensor]:
     """The sum of all workers' tensors, in 8 bits on the wire, times factor / number of workers.
 
@@ -47,6 +50,7 @@ def exchange(
       name: of the collectives, the same on all workers and unique among those in flight.
       mode: one of `hvd8bit.modes.MODES`, the same on all workers.
       slices: how many, the same on all workers; None: `number_of_slices`.
+      seeds: this worker's own, two int64 scalars: how stochastic rounding goes; None draws them.
 
     Returns:
       Tensors like `tensors`, bit-identical on all workers. Each worker sends 2 (N-1)/N · (1 + 4/block_size) bytes per
@@ -57,10 +61,11 @@ def exchange(
     """
     slices = number_of_slices(tensors) if slices is None else slices
     way = _all_to_all_workers if mode == ALLGATHER else _scatter_reduce
-    return way(tensors, encoding, comm, factor, name, slices)
+    seeds = dither.seeds(encoding, SEEDS, comm=comm, name=name) if seeds is None else seeds
+    return way(tensors, encoding, comm, factor, name, slices, seeds)
 
 
-def _scatter_reduce(tensors, encoding: Encoding, comm, factor, name: str, slices: int) -> list[tf.Tensor]:
+def _scatter_reduce(tensors, encoding: Encoding, comm, factor, name: str, slices: int, seeds) -> list[tf.Tensor]:
     shards, shard = comm.size_tensor(), comm.rank_tensor()
     gathered = []
     encoded: list[tf.Tensor] = []
@@ -68,19 +73,21 @@ def _scatter_reduce(tensors, encoding: Encoding, comm, factor, name: str, slices
     for slice_ in range(slices):
         # One slice is encoded after another, so that the first can leave at once.
         with tf.control_dependencies(encoded):
-            payload, splits = ops.encode_list(tensors, shards, encoding, slices=slices, slice_=slice_)
+            payload, splits = ops.encode_list(tensors, shards, encoding, slices=slices, slice_=slice_, seed=seeds[0])
         encoded = [payload]
         # The other slices leave when the first has shown that all workers have the same tensors and settings. Workers
         # that differ would else wait for slices that nobody sends.
         with tf.control_dependencies(checked):
             received, sent = comm.alltoall(payload, splits, f"{name}_out_{slice_}")
-        mine = ops.reduce_shards(received, sent, tensors, shards, shard, encoding, slices=slices, slice_=slice_)
+        mine = ops.reduce_shards(
+            received, sent, tensors, shards, shard, encoding, slices=slices, slice_=slice_, seed=seeds[1]
+        )
         checked = checked or [mine]
         gathered.append(comm.allgather(mine, f"{name}_back_{slice_}"))
     return ops.decode_list(gathered, tensors, shards, encoding, factor=factor)
 
 
-def _all_to_all_workers(tensors, encoding: Encoding, comm, factor, name: str, slices: int) -> list[tf.Tensor]:
+def _all_to_all_workers(tensors, encoding: Encoding, comm, factor, name: str, slices: int, seeds) -> list[tf.Tensor]:
     """Each worker's share is decoded to the tensors' dtypes; they are added in float32, in the order of the workers."""
     workers = tf.cast(comm.size_tensor(), tf.int64)  # sizes of everyone's bytes may exceed 32 bits
     sizes, gathered = [], []
@@ -88,7 +95,9 @@ def _all_to_all_workers(tensors, encoding: Encoding, comm, factor, name: str, sl
     checked: list[tf.Tensor] = []
     for slice_ in range(slices):
         with tf.control_dependencies(encoded):
-            payload, _ = ops.encode_list(tensors, one_chunk(comm), encoding, slices=slices, slice_=slice_)
+            payload, _ = ops.encode_list(
+                tensors, one_chunk(comm), encoding, slices=slices, slice_=slice_, seed=seeds[0]
+            )
         encoded = [payload]
         # The name of the other mode's first round: should workers choose differently, Horovod says so at once.
         with tf.control_dependencies(checked):
@@ -134,7 +143,8 @@ def exchange_slices(
       tf.errors.InvalidArgumentError: workers' settings, dtypes or rows' shapes differ.
     """
     workers, values, indices = comm.size_tensor(), slices.values, slices.indices
-    payload, _ = ops.encode_list([values], one_chunk(comm), encoding)
+    (seed,) = dither.seeds(encoding, comm=comm, name=name)
+    payload, _ = ops.encode_list([values], one_chunk(comm), encoding, seed=seed)
     # What a worker's part holds goes before its indices: rows, and bytes of the values.
     head = [tf.size(indices, indices.dtype), tf.size(payload, indices.dtype)]
     everyones_indices = comm.allgather(tf.concat([tf.stack(head), indices], 0), f"{name}_indices")
@@ -221,7 +231,10 @@ def _traced_exchange(tensors, encoding: Encoding, comm: HorovodComm, factor, nam
     # Op by op, eager execution would wait for each slice; a graph has them all under way.
     graph = _graph_of_exchange(encoding, comm, name, mode, number_of_slices(tensors))
     try:
-        return graph(list(tensors), factor)
+        # Drawn here, one after another: graphs for other shapes would each begin with the same ones.
+        stochastic = encoding.rounding == "stochastic"
+        seeds = dither.seeds(encoding, SEEDS, comm=comm, name=name) if stochastic else None
+        return graph(list(tensors), factor, seeds)
     except tf.errors.OpError as error:
         if "Mismatched operations" not in error.message:
             raise
@@ -240,7 +253,7 @@ def _graph_of_exchange(encoding: Encoding, comm: HorovodComm, name: str, mode: s
     # After a few shapes, TensorFlow traces one graph for all of them. The slices do not depend on what is known of
     # shapes: workers need not have come to the same graph.
     @tf.function(autograph=False, reduce_retracing=True)
-    def run(tensors, factor):
-        return exchange(tensors, encoding, comm, factor=factor, name=name, mode=mode, slices=slices)
+    def run(tensors, factor, seeds):
+        return exchange(tensors, encoding, comm, factor=factor, name=name, mode=mode, slices=slices, seeds=seeds)
 
     return run

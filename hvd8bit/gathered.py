@@ -9,6 +9,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from hvd8bit import datatypes
+from hvd8bit.encoding import ROUNDINGS
 from hvd8bit.layout import HEADER_BYTES
 
 
@@ -66,9 +67,9 @@ def _complain(everyones, header, size, total):
 
     def other_settings(theirs):
         return tf.strings.format(
-            "the chunk from worker {} was encoded with other settings: data_type={}, block_size={}, this worker uses "
-            "data_type={}, block_size={}; settings (data_type, block_size, scaling, rounding) must be the same on all "
-            "workers",
+            "the chunk from worker {} was encoded with other settings: data_type={}, block_size={}, rounding={}, this "
+            "worker uses data_type={}, block_size={}, rounding={}; settings (data_type, block_size, scaling, rounding) "
+            "must be the same on all workers",
             [worker, *_settings(theirs), *_settings(header)],
         )
 
@@ -96,7 +97,12 @@ def _settings(header):
     names = ["?"] * 256
     for name in datatypes.DATA_TYPES:
         names[datatypes.data_type_id(name)] = name
-    return tf.constant(names)[tf.cast(header[6], tf.int32)], _number(header[8:12], tf.int32)
+    roundings = [*ROUNDINGS, *["?"] * (256 - len(ROUNDINGS))]
+    return (
+        tf.constant(names)[tf.cast(header[6], tf.int32)],
+        _number(header[8:12], tf.int32),
+        tf.constant(roundings)[tf.cast(header[7], tf.int32)],
+    )
 
 
 def _tensors(header):

@@ -26,6 +26,7 @@ class Piece:
       codes_offset: where the codes start, in bytes from the chunk's first code.
       first_block: number of the first block, counted from the chunk's first block.
       blocks: how many blocks; the last one may be short.
+      row: place of the first element in the row of all tensors.
     """
 
     tensor: int
@@ -34,6 +35,7 @@ class Piece:
     codes_offset: int
     first_block: int
     blocks: int
+    row: int
 
 
 class Layout:
@@ -86,7 +88,7 @@ class Layout:
                 begin, end = start + lo * size, min(start + hi * size, stop)
                 row = self._starts[tensor] + begin
                 origin = row if origin is None else origin
-                yield Piece(tensor, begin, end, row - origin, block + lo - first, hi - lo)
+                yield Piece(tensor, begin, end, row - origin, block + lo - first, hi - lo, row)
             block += count
 
     def chunk_bytes(self, shard: int, slice_: int = 0) -> int:

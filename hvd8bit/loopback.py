@@ -58,6 +58,9 @@ class LoopbackComm:
     def rank_tensor(self) -> tf.Tensor:
         return tf.constant(self._rank)
 
+    def global_rank_tensor(self) -> tf.Tensor:
+        return self.rank_tensor()
+
     def alltoall(self, payload, splits, name: str) -> tuple[tf.Tensor, tf.Tensor]:
         parts = self._shared.swap(self._rank, tf.split(payload, splits))
         mine = [parts[sender][self._rank] for sender in range(self.size())]

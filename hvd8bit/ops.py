@@ -12,13 +12,15 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from hvd8bit import native
+from hvd8bit import dither, native
 from hvd8bit.encoding import Encoding
 
 DTYPES = (tf.float32, tf.float64, tf.float16, tf.bfloat16)
 
 
-def encode_list(tensors: Sequence[tf.Tensor], shards, encoding: Encoding, *, slices: int = 1, slice_: int = 0):
+def encode_list(
+    tensors: Sequence[tf.Tensor], shards, encoding: Encoding, *, slices: int = 1, slice_: int = 0, seed=None
+):
     """Encodes one slice of every chunk of a list of tensors.
 
     Args:
@@ -26,6 +28,8 @@ def encode_list(tensors: Sequence[tf.Tensor], shards, encoding: Encoding, *, sli
       shards: int32 scalar, the number of chunks: one for each worker.
       encoding: how.
       slices, slice_: of how many slices of each chunk this is which.
+      seed: int64 scalar, for stochastic rounding: the same one gives the same codes, whatever the number of slices.
+        None draws one (`hvd8bit.dither`).
 
     Returns:
       payload: uint8 [bytes], the chunks one after another; splits: int32 [shards], bytes of each.
@@ -34,12 +38,19 @@ def encode_list(tensors: Sequence[tf.Tensor], shards, encoding: Encoding, *, sli
       tf.errors.InvalidArgumentError: shards out of range, or a chunk of 2^31 bytes or more.
     """
     payload, splits = native.load().hvd8bit_encode_list(
-        tensors=tensors, shards=shards, slices=slices, slice=slice_, **_settings(encoding)
+        tensors=tensors,
+        shards=shards,
+        seed=_seed(seed, encoding),
+        slices=slices,
+        slice=slice_,
+        **_settings(encoding),
     )
     return payload, splits
 
 
-def reduce_shards(payload, splits, like: Sequence[tf.Tensor], shards, shard, encoding: Encoding, *, slices=1, slice_=0):
+def reduce_shards(
+    payload, splits, like: Sequence[tf.Tensor], shards, shard, encoding: Encoding, *, slices=1, slice_=0, seed=None
+):
     """Decodes what all workers sent for one chunk, adds it in the order of the workers, encodes the sum.
 
     Args:
@@ -47,6 +58,7 @@ def reduce_shards(payload, splits, like: Sequence[tf.Tensor], shards, shard, enc
       splits: int32 [shards], bytes of each.
       like: the tensors that were encoded.
       shards: int32 scalar; shard: int32 scalar, which chunk it is.
+      seed: as in `encode_list`, for the sum; not the one that the codes were made with.
 
     Returns:
       uint8 [bytes of the chunk].
@@ -61,6 +73,7 @@ def reduce_shards(payload, splits, like: Sequence[tf.Tensor], shards, shard, enc
         like=like,
         shards=shards,
         shard=shard,
+        seed=_seed(seed, encoding),
         slices=slices,
         slice=slice_,
         **_settings(encoding),
@@ -89,11 +102,16 @@ def decode_list(payloads: Sequence[tf.Tensor], like: Sequence[tf.Tensor], shards
     )
 
 
+def _seed(seed, encoding: Encoding) -> tf.Tensor:
+    return dither.seeds(encoding)[0] if seed is None else tf.convert_to_tensor(seed, tf.int64)
+
+
 def _settings(encoding: Encoding) -> dict:
     return {
         "data_type": encoding.data_type,
         "block_size": encoding.block_size or 0,
         "fixed_scale": encoding.fixed_scale,
+        "rounding": encoding.rounding,
     }
 
 

@@ -6,6 +6,8 @@ The arithmetic that all back ends follow bit for bit (docs/wire-format.md says i
 * A block's scale is the largest magnitude in it, or the fixed scale; NaN if the block holds a NaN or an Inf.
 * y = |x| / scale, in float32, at most 1. The index is that of the codebook value nearest to y; in the middle the
   smaller one; of equal codebook values the first. The code is the index, with 0x80 for x < 0 unless it is 0.
+* With stochastic rounding a y between two codebook values gets the upper one's index if random * (upper - lower) <
+  y - lower, each in float32; random is a function of the seed and of the element's place in the row.
 * A code decodes to codebook[index] * scale, in float32, with the sign.
 * A sum adds decoded float32 values in the order of the workers and is encoded again; a fixed scale then
   counts once per worker, since it is the mean that it was chosen for.
@@ -41,12 +43,16 @@ def _search_tables(data_type: str) -> tuple[np.ndarray, np.ndarray]:
     return first.astype(np.uint8), thresholds
 
 
-def encode_block(x: np.ndarray, encoding: Encoding, terms: int = 1) -> tuple[np.ndarray, np.float32]:
+def encode_block(
+    x: np.ndarray, encoding: Encoding, terms: int = 1, seed: int = 0, place: int = 0
+) -> tuple[np.ndarray, np.float32]:
     """Codes and scale of one block.
 
     Args:
       x: float array [n].
       terms: how many workers' values the elements are sums of; only a fixed scale looks at it.
+      seed: of stochastic rounding.
+      place: of the first element in the row of all tensors.
 
     Returns:
       uint8 [n] and a float32.
@@ -61,8 +67,37 @@ def encode_block(x: np.ndarray, encoding: Encoding, terms: int = 1) -> tuple[np.
             return np.zeros(x.shape, np.uint8), np.float32(0)
         y = np.minimum(magnitude / scale, np.float32(1))
     first, thresholds = _search_tables(encoding.data_type)
-    codes = first[np.searchsorted(thresholds, y, side="left")]
+    if encoding.rounding == "stochastic":
+        codes = _stochastic_indices(y, encoding.data_type, random_numbers(seed, place, y.size).reshape(y.shape))
+    else:
+        codes = first[np.searchsorted(thresholds, y, side="left")]
     return np.where((x < 0) & (codes > 0), codes | 0x80, codes).astype(np.uint8), scale
+
+
+def _stochastic_indices(y: np.ndarray, data_type: str, random: np.ndarray) -> np.ndarray:
+    """Indices of the codebook values at, below or above y."""
+    values, first = np.unique(datatypes.codebook(data_type), return_index=True)
+    low = np.searchsorted(values, y, side="right") - 1
+    high = np.minimum(low + 1, len(values) - 1)
+    up = random * (values[high] - values[low]) < y - values[low]
+    return first[np.where(up, high, low)].astype(np.uint8)
+
+
+def random_numbers(seed: int, place: int, count: int) -> np.ndarray:
+    """float32 [count] in [0, 1), multiples of 2^-24: what stochastic rounding takes at `place` and after it.
+
+    SplitMix64's finaliser of key + place * golden ratio, its upper 24 bits; the key is that of seed + golden ratio.
+    """
+    golden = np.uint64(0x9E3779B97F4A7C15)
+
+    def mix(z):
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+    places = np.arange(place, place + count, dtype=np.uint64)
+    keys = mix(np.array([seed % 2**64], np.uint64) + golden)
+    return (mix(keys + places * golden) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
 def decode_block(codes: np.ndarray, scale: np.float32, data_type: str) -> np.ndarray:
@@ -73,7 +108,9 @@ def decode_block(codes: np.ndarray, scale: np.float32, data_type: str) -> np.nda
     return np.where((codes & 0x80 > 0) & (codes & 0x7F > 0), -decoded, decoded).astype(np.float32)
 
 
-def encode_list(tensors: Sequence[np.ndarray], shards: int, encoding: Encoding, slices=1, slice_=0) -> list[bytes]:
+def encode_list(
+    tensors: Sequence[np.ndarray], shards: int, encoding: Encoding, slices=1, slice_=0, seed=0
+) -> list[bytes]:
     """One slice of every chunk of `tensors`."""
     layout = _layout(tensors, shards, encoding, slices)
     flat = [np.ascontiguousarray(tensor).reshape(-1) for tensor in tensors]
@@ -84,14 +121,16 @@ def encode_list(tensors: Sequence[np.ndarray], shards: int, encoding: Encoding, 
             encoding,
             shard,
             slice_,
-            lambda piece, lo, hi: encode_block(flat[piece.tensor][lo:hi], encoding),
+            lambda piece, lo, hi: encode_block(
+                flat[piece.tensor][lo:hi], encoding, seed=seed, place=piece.row + lo - piece.start
+            ),
         )
         for shard in range(shards)
     ]
 
 
 def reduce_shards(
-    chunks: Sequence[bytes], tensors: Sequence[np.ndarray], shard: int, encoding: Encoding, slices=1, slice_=0
+    chunks: Sequence[bytes], tensors: Sequence[np.ndarray], shard: int, encoding: Encoding, slices=1, slice_=0, seed=0
 ) -> bytes:
     """The encoded sum of all workers' slices of chunk `shard`, added in the order given."""
     layout = _layout(tensors, len(chunks), encoding, slices)
@@ -103,7 +142,8 @@ def reduce_shards(
             total = functools.reduce(
                 np.add, [decode_block(codes, scale, encoding.data_type) for codes, scale in codes_and_scales]
             )
-        return encode_block(total, encoding, terms=len(chunks))
+        place = piece.row + lo - piece.start
+        return encode_block(total, encoding, terms=len(chunks), seed=seed, place=place)
 
     return _pack(layout, tensors, encoding, shard, slice_, encoded_sum)
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvd8bit import collectives, modes, planning
 from hvd8bit.compression import EightBit, check_compression
+from hvd8bit.encoding import Encoding
 from hvd8bit.layout import ring_bytes
 from hvd8bit.variables import name_of, unique
 
@@ -27,8 +28,8 @@ def summary(model_or_variables, compression=EightBit, workers: int | None = None
 
     Returns:
       A record for each variable: variable, shape, dtype, elements, treatment ("8 bit" or "exact"), reason, data_type,
-      block_size, exchange, bytes, float32_bytes, saved_bytes. The last one, variable "total", has the sums, headers
-      included.
+      block_size, rounding, exchange, bytes, float32_bytes, saved_bytes. The last one, variable "total", has the sums,
+      headers included.
 
     Raises:
       TypeError: `compression` is no compressor, or something given is no variable. ValueError: workers is below 2.
@@ -98,6 +99,7 @@ def _empty() -> dict[str, Any]:
         "reason": "",
         "data_type": None,
         "block_size": None,
+        "rounding": None,
         "exchange": None,
         "bytes": 0.0,
         "float32_bytes": 0.0,
@@ -118,6 +120,7 @@ def _row(
         "reason": reason,
         "data_type": encoding and encoding.data_type,
         "block_size": encoding and encoding.block_size,
+        "rounding": encoding and encoding.rounding,
         "exchange": exchange,
         "bytes": bytes_,
         "float32_bytes": plain,
@@ -132,6 +135,7 @@ def _print(records: Sequence[dict[str, Any]], title: str) -> None:
         how = record["reason"]
         if record["treatment"] == "8 bit":
             how = f"{record['data_type']}, block {record['block_size']}, {record['exchange']}"
+            how += "" if record["rounding"] == Encoding.rounding else f", {record['rounding']}"
         shape = "" if record["shape"] is None else "×".join(map(str, record["shape"])) or "scalar"
         rows.append(
             (

@@ -36,6 +36,8 @@ HEADERS = [
     "codec/cuda/arguments.h",
     "codec/cuda/kernels.h",
     "codec/cuda/lists.h",
+    "codec/cuda/tiles.h",
+    "codec/dither.h",
     "codec/float_types.h",
     "codec/format.h",
     "codec/layout.h",

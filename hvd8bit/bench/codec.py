@@ -1,12 +1,13 @@
 """How fast the codec's CPU back ends are, kernel by kernel: verified first, then timed, beside memcpy.
 
-One thread. A figure is the median of several runs; the back ends and memcpy take turns, so that a busy machine slows
-all of them alike and their ratios stay.
+One thread, and at the end TensorFlow's ops on one thread and on all (`codec_ops`). A figure is the median of several
+runs; the back ends and memcpy take turns, so that a busy machine slows all of them alike and their ratios stay.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Callable
 import numpy as np
 
 from hvd8bit import c_api, native, reference
+from hvd8bit.bench import bitsandbytes, codec_ops
 from hvd8bit.encoding import Encoding
 
 SHARDS = 4
@@ -22,8 +24,13 @@ SHARDS = 4
 
 FLOOR_BYTES = {
     "encode": 5,
+    "encode stochastically": 5,
     "decode": 5,
     "sum of 4 and re-encode": 5,
+    "quantize": 5,
+    "dequantize": 5,
+    "encode op": 5,
+    "decode op": 5,
     "memcpy": 8,
     "cast to float16 and back": 8,
 }
@@ -35,12 +42,16 @@ class Timing:
     """One kernel's time.
 
     Attributes:
-      kernel: which; backend: "avx512", "avx2", "scalar", or "" for what is none of ours.
+      kernel: which; backend: "avx512", "avx2", "scalar", "tensorflow" for an op, or another library's name, or "".
       data_type: of the encoding, or "".
       elements: how many; placement: "in cache" or "out of cache".
-      ns_per_element: median; spread: (90th - 10th percentile) / median.
+      threads: how many worked on it.
+      ns_per_element: median, of CPU time for one thread's kernels, of time for ops; spread: (90th - 10th percentile) /
+        median.
       gb_per_s: bytes of the floor over time, 10^9 bytes.
       of_memcpy: time over memcpy's, of the same elements in the same run.
+      share_of_floor: how long memcpy takes for the floor's bytes, over time.
+      of_kernel: an op's time over that of the bare kernel beside it, on one thread; else None.
     """
 
     kernel: str
@@ -48,10 +59,13 @@ class Timing:
     data_type: str
     elements: int
     placement: str
+    threads: int
     ns_per_element: float
     spread: float
     gb_per_s: float
     of_memcpy: float
+    share_of_floor: float
+    of_kernel: float | None = None
 
 
 def run(
@@ -80,6 +94,9 @@ def run(
     for placement, elements in sizes.items():
         progress(f"timing {elements:,} elements, {placement}")
         timings += _time_all(placement, elements, data_types, block_size, repeats)
+        for threads in dict.fromkeys((1, os.cpu_count() or 1)):
+            progress(f"timing TensorFlow's ops, {elements:,} elements, {threads} thread(s)")
+            timings += _time_ops(placement, elements, data_types[0], block_size, threads, repeats)
     return timings
 
 
@@ -94,6 +111,11 @@ def _verify(encoding: Encoding) -> None:
         decoded = c_api.decode(backend, got, scales, encoding)
         if not (np.array_equal(got, codes) and np.array_equal(decoded, numbers)):
             raise RuntimeError(f"back end {backend} gives other bytes than the reference for {encoding}")
+    random = dataclasses.replace(encoding, rounding="stochastic")
+    right = [reference.encode_block(x[i : i + size], random, place=i)[0] for i in range(0, x.size, size)]
+    for backend in native.runnable_backends():
+        if not np.array_equal(c_api.encode(backend, x, random)[0], np.concatenate(right)):
+            raise RuntimeError(f"back end {backend} gives other bytes than the reference for {random}")
 
 
 def _time_all(placement, elements, data_types, block_size, repeats) -> Iterator[Timing]:
@@ -111,37 +133,55 @@ def _time_all(placement, elements, data_types, block_size, repeats) -> Iterator[
         encoding = Encoding(data_type, block_size)
         for backend in native.runnable_backends():
             kernels.update(_kernels(backend, encoding, x, out, stream=placement == "out of cache"))
+    kernels.update({(kernel, "bitsandbytes", ""): call for kernel, call in bitsandbytes.calls(x).items()})
     times = _interleaved(list(kernels.values()), elements, repeats)
     memcpy = statistics.median(times[0])
     for (kernel, backend, data_type), seconds in zip(kernels, times):
-        median = statistics.median(seconds)
-        low, high = np.percentile(seconds, [10, 90])
-        yield Timing(
-            kernel=kernel,
-            backend=backend,
-            data_type=data_type,
-            elements=elements,
-            placement=placement,
-            ns_per_element=median / elements * 1e9,
-            spread=float(high - low) / median,
-            gb_per_s=FLOOR_BYTES[kernel] * elements / median / 1e9,
-            of_memcpy=median / memcpy,
+        yield _timing(kernel, backend, data_type, elements, placement, 1, seconds, memcpy)
+
+
+def _time_ops(placement, elements, data_type, block_size, threads, repeats) -> Iterator[Timing]:
+    seconds = codec_ops.measure(elements, data_type, block_size, threads, repeats)
+    memcpy = statistics.median(seconds["memcpy"])
+    for name in ("encode", "decode"):
+        kernel = statistics.median(seconds[f"{name} kernel"]) if threads == 1 else None
+        yield _timing(
+            f"{name} op", "tensorflow", data_type, elements, placement, threads, seconds[f"{name} op"], memcpy, kernel
         )
+
+
+def _timing(kernel, backend, data_type, elements, placement, threads, seconds, memcpy, bare=None) -> Timing:
+    median = statistics.median(seconds)
+    low, high = np.percentile(seconds, [10, 90])
+    floor_bytes = FLOOR_BYTES[kernel]
+    return Timing(
+        kernel=kernel,
+        backend=backend,
+        data_type=data_type,
+        elements=elements,
+        placement=placement,
+        threads=threads,
+        ns_per_element=median / elements * 1e9,
+        spread=float(high - low) / median,
+        gb_per_s=floor_bytes * elements / median / 1e9,
+        of_memcpy=median / memcpy,
+        share_of_floor=memcpy * floor_bytes / FLOOR_BYTES["memcpy"] / median,
+        of_kernel=None if bare is None else median / bare,
+    )
 
 
 def _kernels(backend: str, encoding: Encoding, x: np.ndarray, out: np.ndarray, stream: bool) -> dict:
     codes, scales = c_api.encode(backend, x, encoding)
-    encoded, total = (
-        (np.empty_like(codes), np.empty_like(scales)),
-        (np.empty_like(codes), np.empty_like(scales)),
-    )
+    encoded, total, rounded = ((np.empty_like(codes), np.empty_like(scales)) for _ in range(3))
     copies = [(codes.copy(), scales) for _ in range(SHARDS)]
-    name = encoding.data_type
-    return {
-        ("encode", backend, name): lambda: c_api.encode(backend, x, encoding, out=encoded),
-        ("decode", backend, name): lambda: c_api.decode(backend, codes, scales, encoding, stream=stream, out=out),
-        ("sum of 4 and re-encode", backend, name): lambda: c_api.sum_and_encode(backend, copies, encoding, out=total),
+    random = dataclasses.replace(encoding, rounding="stochastic")
+    calls = {
+        "encode": c_api.encoder(backend, x, encoding, encoded),
+        "encode stochastically": c_api.encoder(backend, x, random, rounded),
+        "decode": c_api.decoder(backend, codes, scales, encoding, out, stream),
+        "sum of 4 and re-encode": c_api.adder(backend, copies, encoding, total),
     }
+    return {(kernel, backend, encoding.data_type): call for kernel, call in calls.items()}
 
 
 def _interleaved(kernels: list[Callable[[], object]], elements: int, repeats: int) -> list[list[float]]:

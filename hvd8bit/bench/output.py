@@ -90,10 +90,13 @@ CODEC: Columns = (
     ("data type", _plain("data_type")),
     ("elements", _number("elements", "{:,}")),
     ("placement", _plain("placement")),
+    ("threads", _plain("threads")),
     ("ns/element", _number("ns_per_element", "{:.3f}")),
     ("spread", _number("spread", "{:.0%}")),
     ("GB/s", _number("gb_per_s", "{:.1f}")),
     ("of memcpy", _number("of_memcpy", "{:.2f}")),
+    ("of the floor", _number("share_of_floor", "{:.0%}")),
+    ("of the kernel", _number("of_kernel", "{:.2f}")),
 )
 NETLAB: Columns = (
     ("host", _plain("host")),
@@ -219,7 +222,7 @@ def codec_plot(records: Sequence[Record]) -> Any:
     for axes, placement in zip(all_axes, placements):
         entries = [
             (
-                " ".join(filter(None, (r["kernel"], r["data_type"], r["backend"]))),
+                " ".join(filter(None, (r["kernel"], r["data_type"], r["backend"], _threads(r)))),
                 r["ns_per_element"],
                 r["backend"],
             )
@@ -230,6 +233,10 @@ def codec_plot(records: Sequence[Record]) -> Any:
         axes.set_title(placement)
         axes.set_xlabel("ns per element")
     return figure
+
+
+def _threads(record: Record) -> str:
+    return f"{record['threads']} threads" if record.get("threads", 1) > 1 else ""
 
 
 def bars(axes: Any, entries: Sequence[tuple[str, float, str]], form: Callable[[float], str]) -> None:

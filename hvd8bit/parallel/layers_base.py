@@ -190,6 +190,7 @@ def _settings_of(compression: EightBitCompressor | None) -> dict | None:
         "block_size": compression.encoding.block_size,
         "scaling": compression.encoding.scaling,
         "rounding": compression.encoding.rounding,
+        "seed": compression.encoding.seed,
         "min_elements": compression.select.min_elements,
     }
 

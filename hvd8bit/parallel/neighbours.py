@@ -94,5 +94,5 @@ def send(boundary: Boundary, tensor, source: int, destination: int, direction: s
     """The sender's part in a transfer; returns its empty end."""
     encoded = boundary.encodes_parts([activations.shape_of_part(tensor, None, None)], tensor.dtype)
     with report.of(boundary, direction, tensor, encoded=encoded) as encoded:
-        payload = transfer.pack(tensor, boundary.compression, encoded)
+        payload = transfer.pack(tensor, boundary.compression, encoded, comm=boundary.comm, name=name)
         return transfer.carry(payload, source, destination, boundary.comm, name)

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from hvd8bit import ops, wire
+from hvd8bit import dither, ops, wire
 from hvd8bit.compression import EightBitCompressor
 from hvd8bit.graphs import unordered
 from hvd8bit.selection import ENCODABLE
@@ -31,19 +31,23 @@ EXACT_MAGIC = 0x5A5A_6578_6163_7431
 _WORD = 8
 
 
-def pack(tensor, compression: EightBitCompressor | None, encoded=None) -> tf.Tensor:
+def pack(tensor, compression: EightBitCompressor | None, encoded=None, *, comm=None, name: str = "") -> tf.Tensor:
     """A tensor as uint8 [bytes], by itself enough for `unpack`.
 
     Args:
       tensor: of any dtype but string; its first dimension counts rows.
       compression: `EightBit`: 8 bits, but for dtypes that are not float; None: as it is.
       encoded: whether it travels in 8 bits, a bool or a bool scalar; None: if it may.
+      comm, name: of the transfer, for stochastic rounding.
     """
     if compression is None or tensor.dtype.name not in ENCODABLE or encoded is False:
         return _pack_exact(tensor)
 
+    # Not in the branch, which would have a state then, and wait for others that have one.
+    (seed,) = dither.seeds(compression.encoding, comm=comm, name=name)
+
     def encode():
-        return ops.encode_list([tensor], 1, compression.encoding)[0]
+        return ops.encode_list([tensor], 1, compression.encoding, seed=seed)[0]
 
     if encoded is None or encoded is True:
         return encode()

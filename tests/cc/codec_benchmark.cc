@@ -39,10 +39,12 @@ struct Data {
     Encode(*ScalarBackend(), codes.data());
   }
 
-  void Encode(const Backend& backend, uint8_t* to) {
+  void Encode(const Backend& backend, uint8_t* to, bool stochastic = false) {
     for (size_t block = 0; block < scales.size(); ++block) {
       const int64_t start = static_cast<int64_t>(block) * kBlock;
-      backend.encode(DType::kFloat32, x.data(), start, kBlock, book, 0.f, to + start, &scales[block]);
+      const Dither dither{1, start};
+      backend.encode(DType::kFloat32, x.data(), start, kBlock, book, 0.f, stochastic ? &dither : nullptr,
+                     to + start, &scales[block]);
     }
   }
 
@@ -63,8 +65,8 @@ struct Data {
         from[worker] = codes.data() + start;
         from_scales[worker] = scales[block];
       }
-      backend.sum_and_encode(from, from_scales, kWorkers, kBlock, book, 0.f, out_codes.data() + start,
-                             &scale);
+      backend.sum_and_encode(from, from_scales, kWorkers, kBlock, book, 0.f, nullptr,
+                             out_codes.data() + start, &scale);
       benchmark::DoNotOptimize(scale);
     }
   }
@@ -74,6 +76,10 @@ void Verify(const Backend& backend, int data_type) {
   Data data(16 * kBlock, data_type);
   data.Encode(backend, data.out_codes.data());
   bool same = data.out_codes == data.codes;
+  data.Encode(*ScalarBackend(), data.out_codes.data(), true);
+  const std::vector<uint8_t> random = data.out_codes;
+  data.Encode(backend, data.out_codes.data(), true);
+  same = same && random == data.out_codes;
   data.Decode(*ScalarBackend(), false);
   const std::vector<float> decoded = data.decoded;
   data.Decode(backend, false);
@@ -121,6 +127,8 @@ void RegisterAll() {
         const bool stream = n > 1 << 20;
         Register("encode/" + suffix, n, data_type, 5 * n,
                  [&](Data& data) { data.Encode(backend, data.out_codes.data()); });
+        Register("encode_stochastic/" + suffix, n, data_type, 5 * n,
+                 [&](Data& data) { data.Encode(backend, data.out_codes.data(), true); });
         Register("decode/" + suffix, n, data_type, 5 * n,
                  [&backend, stream](Data& data) { data.Decode(backend, stream); });
         Register("sum_of_4/" + suffix, n, data_type, 5 * n, [&](Data& data) { data.Sum(backend); });

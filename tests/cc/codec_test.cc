@@ -1,6 +1,9 @@
 // The codec without TensorFlow, to be built with sanitizers: every back end there and back over edge cases,
 // and whatever bytes a peer may send into the checks. What the numbers must be, the Python tests know; here
 // the back ends must agree.
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -37,7 +40,7 @@ void BackEndsAgreeOverEdgeCases() {
     for (int data_type = 1; data_type <= NumberOfDataTypes(); ++data_type) {
       for (int64_t block_size : {64, 192, 65536, 0}) {
         const Spec spec{static_cast<uint8_t>(data_type), block_size, data_type == 3 ? 150.f : 0.f,
-                        Rounding::kNearest};
+                        data_type == 2 ? Rounding::kStochastic : Rounding::kNearest};
         const int64_t shards = 1 + RandomUpTo(4), slices = 1 + RandomUpTo(2);
         const Bytes expected = Exchange(Steps(), MakePlan(spec, list, shards, slices, ScalarBackend()), list);
         for (const Backend* backend : Backends()) {
@@ -57,15 +60,66 @@ void NonFiniteNumbersSpoilTheirBlock() {
         x[at] = bad;
         Bytes codes(130);
         float scale;
-        backend->encode(DType::kFloat32, x.data(), 0, 130, GetCodebook(1), 0.f, codes.data(), &scale);
+        backend->encode(DType::kFloat32, x.data(), 0, 130, GetCodebook(1), 0.f, nullptr, codes.data(),
+                        &scale);
         CHECK(FloatBits(scale) == 0x7fc00000u);
         backend->decode(DType::kFloat32, codes.data(), scale, 130, GetCodebook(1), decoded.data(), 0, false);
         for (float value : decoded) {
           CHECK(std::isnan(value));
         }
         x[at] = -2.f;
-        backend->encode(DType::kFloat32, x.data(), 0, 130, GetCodebook(1), 0.f, codes.data(), &scale);
+        backend->encode(DType::kFloat32, x.data(), 0, 130, GetCodebook(1), 0.f, nullptr, codes.data(),
+                        &scale);
         CHECK(scale == 2.f && codes[at] == 255 && codes[(at + 1) % 130] == 127);
+      }
+    }
+  }
+}
+
+// Memory that ends where a page begins that nobody may touch: sanitizers do not look into masked loads and
+// stores.
+class ToTheEdge {
+ public:
+  explicit ToTheEdge(int64_t bytes) : size_(bytes) {
+    const int64_t page = sysconf(_SC_PAGESIZE), mine = (bytes + page - 1) / page * page;
+    void* memory = mmap(nullptr, mine + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(memory != MAP_FAILED);
+    edge_ = static_cast<uint8_t*>(memory) + mine;
+    CHECK(mprotect(edge_, page, PROT_NONE) == 0);
+  }
+  // The last `bytes` before the edge.
+  uint8_t* Last(int64_t bytes) const {
+    CHECK(bytes <= size_);
+    return edge_ - bytes;
+  }
+
+ private:
+  int64_t size_;
+  uint8_t* edge_;
+};
+
+void BackEndsKeepToTheirPages() {
+  constexpr int64_t kMost = 150;
+  const ToTheEdge numbers(kMost * sizeof(float)), codes(kMost), sums(kMost), decoded(kMost * sizeof(float));
+  const Dither dither{1, 2};
+  for (const Backend* backend : Backends()) {
+    for (int64_t n = 1; n <= kMost; ++n) {
+      for (const Dither* rounding : {static_cast<const Dither*>(nullptr), &dither}) {
+        const Codebook& book = GetCodebook(1 + n % NumberOfDataTypes());
+        auto* x = reinterpret_cast<float*>(numbers.Last(n * sizeof(float)));
+        for (int64_t i = 0; i < n; ++i) {
+          x[i] = static_cast<float>(i - n / 2);
+        }
+        float scale, sum_scale;
+        backend->encode(DType::kFloat32, x, 0, n, book, 0.f, rounding, codes.Last(n), &scale);
+        const uint8_t* both[] = {codes.Last(n), codes.Last(n)};
+        const float scales[] = {scale, scale};
+        backend->sum_and_encode(both, scales, 2, n, book, 0.f, rounding, sums.Last(n), &sum_scale);
+        CHECK(sum_scale == 2 * scale && (rounding != nullptr || *sums.Last(n) == *codes.Last(n)));
+        for (bool stream : {false, true}) {
+          backend->decode(DType::kFloat32, codes.Last(n), scale, n, book, decoded.Last(n * sizeof(float)), 0,
+                          stream);
+        }
       }
     }
   }
@@ -177,6 +231,7 @@ void AnyBytesAreRefusedOrDecoded() {
 int main() {
   hvd8bit::BackEndsAgreeOverEdgeCases();
   hvd8bit::NonFiniteNumbersSpoilTheirBlock();
+  hvd8bit::BackEndsKeepToTheirPages();
   hvd8bit::AnyBytesAreRefusedOrDecoded();
   std::printf("passed with %s\n", hvd8bit::RunnableBackends().c_str());
 }

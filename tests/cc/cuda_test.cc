@@ -45,7 +45,8 @@ void Agree(const List& list, const Spec& spec, int64_t shards, int64_t slices) {
 }
 
 Spec MakeSpec(int data_type, int64_t block_size, float fixed_scale = 0.f) {
-  return {static_cast<uint8_t>(data_type), block_size, fixed_scale, Rounding::kNearest};
+  return {static_cast<uint8_t>(data_type), block_size, fixed_scale,
+          data_type % 2 == 0 ? Rounding::kStochastic : Rounding::kNearest};
 }
 
 // Block sizes: a unit, not a power of two, a warp's, a block in two warps, a tile, just more, many tiles, one

@@ -90,7 +90,7 @@ class Scene {
     static const int64_t kBlockSizes[] = {0, 64, 128, 192, 4160, 65536};
     const float fixed[] = {0.f, 0.f, 1.f, 1e-30f, 1.5e31f};
     const Spec spec{static_cast<uint8_t>(1 + RandomUpTo(NumberOfDataTypes() - 1)), kBlockSizes[RandomUpTo(5)],
-                    fixed[RandomUpTo(4)], Rounding::kNearest};
+                    fixed[RandomUpTo(4)], RandomUpTo(2) == 0 ? Rounding::kStochastic : Rounding::kNearest};
     const int64_t slices = 1 + RandomUpTo(3);
     slice_ = RandomUpTo(slices - 1);
     const char* names[] = {"scalar", "avx2", "avx512"};

@@ -165,7 +165,7 @@ inline Bytes Exchange(const Steps& steps, const Plan& plan, const List& list) {
 inline Plan MakePlan(const Spec& spec, const List& list, int64_t shards, int64_t slices,
                      const Backend* backend) {
   CHECK(CheckSpec(spec).empty());
-  return Plan{spec, Layout(list.infos, spec.block_size, shards, slices), list.infos, backend};
+  return Plan{spec, Layout(list.infos, spec.block_size, shards, slices), list.infos, backend, -3};
 }
 
 }  // namespace hvd8bit

@@ -29,7 +29,7 @@ class Device:
         self.library, self.memory, self.against = library, memory, against
 
     def both(self, like, shards: int, encoding: Encoding, slices: int = 1) -> tuple[Lists, Lists]:
-        settings = {"slices": slices, "library": self.library}
+        settings = {"slices": slices, "library": self.library, "seed": 2**63 - 5}
         return (
             Lists("cuda", like, shards, encoding, stream=self.memory.stream, **settings),
             Lists(self.against, like, shards, encoding, **settings),
@@ -256,6 +256,16 @@ def chunks_that_do_not_fit(device: Device) -> None:
     assert "payload is truncated or oversized" in refusal, f"a truncated payload was decoded: {refusal}"
 
 
+def stochastic_rounding(device: Device) -> None:
+    """The table of inputs, and blocks longer than a tile, with random numbers that depend on the place."""
+    for data_type in DATA_TYPES:
+        tensors = [as_dtype(case(data_type), dtype) for case in INPUTS.values() for dtype in DTYPES]
+        device.exchange([tensors, tensors], Encoding(data_type, 192, rounding="stochastic"), slices=2)
+    x = np.random.default_rng(6).standard_normal(30_000).astype(np.float32)
+    for block_size in (1024, 8192, None):
+        device.exchange([[x, x[:100]], [x, x[:100]]], Encoding("linear", block_size, rounding="stochastic"))
+
+
 def cases(random_count: int, mantissa_step: int = 1) -> Iterator[tuple[str, Callable[[Device], None]]]:
     """(name, function of a device); a function raises AssertionError where the bytes differ."""
     yield "the table of inputs", table
@@ -263,6 +273,7 @@ def cases(random_count: int, mantissa_step: int = 1) -> Iterator[tuple[str, Call
     yield "every misalignment", every_misalignment
     yield "NaN and Inf in every place", every_place_of_a_bad_number
     yield "all mantissas of an octave", lambda device: all_mantissas(device, mantissa_step)
+    yield "stochastic rounding", stochastic_rounding
     yield "long lists, many chunks", long_lists
     yield "chunks that do not fit", chunks_that_do_not_fit
     yield f"{random_count:,} random floats", lambda device: random_floats(device, random_count)

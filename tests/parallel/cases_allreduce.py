@@ -291,3 +291,68 @@ def test_sent_bytes(hvd, run):
     collectives.reset_sent_bytes()
     reduce(tf.ones([100]))  # passes through as float32
     assert collectives.sent_bytes() == 2 * (n - 1) * 400 // n
+
+
+@pytest.mark.parametrize("exchange", ["scatter_reduce", "allgather"])
+@pytest.mark.parametrize("execution", ["eager", "traced"])
+def test_stochastic_rounding(hvd, exchange, execution):
+    """The same bits everywhere in each step, other ones in the next; the mean over the steps nears the exact one, and
+    with a seed all of it comes again."""
+    if hvd.size() == 1:
+        return
+    compression = hvd8bit.EightBit(rounding="stochastic", seed=11, exchange=exchange)
+    x, steps = tf.constant(rank_values(hvd.rank(), [6000])), 60
+
+    def reduce(t, name):
+        return hvd.allreduce(t, compression=compression, name=name)
+
+    def run():
+        step = tf.function(lambda t: reduce(t, "random")) if execution == "traced" else lambda t: reduce(t, "random")
+        return tf.stack([step(x) for _ in range(steps)])
+
+    got = run()
+    assert_same_on_all_ranks(hvd, got)
+    rows = got.numpy()
+    assert len({row.tobytes() for row in rows}) == steps
+    exact = np.mean([rank_values(r, [6000]) for r in range(hvd.size())], axis=0, dtype=np.float64)
+    error = rows.astype(np.float64) - exact
+    shrunk = np.sqrt(np.mean(error.mean(axis=0) ** 2)) / np.sqrt(np.mean(error**2))
+    assert 0.9 < shrunk * np.sqrt(steps) < 1.1
+    between = np.corrcoef(error[1:].ravel(), error[:-1].ravel())[0, 1]
+    assert abs(between) < 5 / np.sqrt(error[1:].size)
+    if execution == "traced":
+        np.testing.assert_array_equal(run().numpy(), rows)
+        # Two tensors of one step, each in a graph of its own, are not rounded alike.
+        both = tf.function(lambda t: (reduce(t, "one"), reduce(t, "other")))(x)
+        assert np.mean(both[0].numpy() != both[1].numpy()) > 0.2
+
+
+def test_ranks_with_the_same_seed_round_differently(hvd):
+    """Of the same numbers on N workers the mean is better than what one worker sends, as the square root says."""
+    n = hvd.size()
+    if n == 1:
+        return
+    tf.random.set_seed(4)
+    x = rank_values(0, [20_000])
+
+    def rms(error):
+        return np.sqrt(np.mean(np.square(error, dtype=np.float64)))
+
+    one = rms(hvd8bit.decode(hvd8bit.encode(x, rounding="stochastic")) - x)
+    for settings in ({}, {"seed": 11}):
+        compression = hvd8bit.EightBit(rounding="stochastic", exchange="allgather", **settings)
+        mean = tf.function(lambda t, c=compression: hvd.allreduce(t, compression=c, name="alike"))(tf.constant(x))
+        assert abs(rms(mean.numpy() - x) / one * np.sqrt(n) - 1) < 0.1
+
+
+def test_other_roundings_and_seeds_are_refused_before_anything_is_sent(hvd):
+    if hvd.size() == 1:
+        return
+    for name, mine in (("rounding", {"rounding": "nearest"}), ("seed", {"seed": 1 + hvd.rank()})):
+        settings = {"rounding": "stochastic", **(mine if hvd.rank() == hvd.size() - 1 else {})}
+        with tf.GradientTape() as tape:
+            v = tf.Variable(tf.ones([3000]))
+            loss = tf.reduce_sum(v * v)
+        wrapped = hvd8bit.DistributedGradientTape(tape, compression=hvd8bit.EightBit(**settings))
+        with pytest.raises(ValueError, match=f"workers differ in the settings.*rounding.*{name}="):
+            wrapped.gradient(loss, [v])

@@ -166,7 +166,7 @@ def test_micro_benchmarks_run(tmp_path):
     names = {result["name"] for result in said["benchmarks"]}
     assert names == {
         f"{kernel}/{backend}/dynamic_tree/in_cache"
-        for kernel in ("encode", "decode", "sum_of_4")
+        for kernel in ("encode", "encode_stochastic", "decode", "sum_of_4")
         for backend in RUNNABLE
     }
 

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "hvd8bit"
 LEVELS = {
     0: ["datatypes"],
     1: ["encoding", "layout", "wire", "reference", "native", "speedup", "graphs", "stall", "loopback"],
-    2: ["ops", "c_api", "counting", "collectives", "modes", "selection", "variables", "gathered"],
+    2: ["dither", "ops", "c_api", "counting", "collectives", "modes", "selection", "variables", "gathered"],
     3: ["exchange", "activations"],
     4: ["compression", "planning", "reduction", "api", "tape", "summaries", "keras", "parallel"],
     5: ["bench", "doctor", "errors", "keras_workload", "plots", "tables", "commands", "cli", "__main__"],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
+import os
 import re
 
 import numpy as np
@@ -12,7 +14,7 @@ import tensorflow as tf
 
 from hvd8bit import cli
 from hvd8bit import exchange as path
-from hvd8bit.bench import exchange, netlab, output, report, timing, train
+from hvd8bit.bench import bitsandbytes, codec, codec_ops, exchange, netlab, output, report, timing, train
 from hvd8bit.commands import bench
 from hvd8bit.datatypes import DATA_TYPES
 from hvd8bit.encoding import Encoding
@@ -138,8 +140,67 @@ def test_codec(tmp_path, capsys):
     assert {"machine", "versions", "results"} <= set(content)
     kernels = {(r["kernel"], r["backend"]) for r in content["results"]}
     assert {("memcpy", ""), ("encode", "scalar"), ("decode", "scalar")} <= kernels
+    assert ("encode stochastically", "scalar") in kernels
     assert all(r["ns_per_element"] > 0 and r["elements"] == 3000 for r in content["results"])
+    memcpy = content["results"][0]
+    assert (memcpy["of_memcpy"], memcpy["share_of_floor"]) == (1, 1)
+    by_kernel = {r["kernel"]: r for r in content["results"] if r["backend"] == "scalar"}
+    for r in by_kernel.values():  # five bytes of eight
+        assert r["share_of_floor"] == pytest.approx(5 / 8 / r["of_memcpy"])
+    threads = [r["threads"] for r in content["results"] if r["kernel"] == "encode op"]
+    assert threads == list(dict.fromkeys([1, os.cpu_count()]))
+    assert [r["kernel"] for r in content["results"] if r["of_kernel"]] == ["encode op", "decode op"]
     assert drawn.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("wrong", ["encode", "encoder"])
+def test_codec_times_nothing_that_is_wrong(wrong, monkeypatch):
+    """The codes of rounding to the nearest value, and of stochastic rounding, by what is timed."""
+    real = getattr(codec.c_api, wrong)
+
+    def flipped(backend, x, encoding, *more):
+        if encoding.rounding == ("nearest" if wrong == "encode" else "stochastic"):
+            x = np.flip(x).copy()
+        return real(backend, x, encoding, *more)
+
+    monkeypatch.setattr(codec.c_api, wrong, flipped)
+    with pytest.raises(RuntimeError, match="gives other bytes than the reference"):
+        codec.run({"in cache": 1000}, ("linear",), 64, 1)
+
+
+def test_ops_that_cannot_be_timed_say_why():
+    with pytest.raises(RuntimeError, match=r"(?s)could not be timed: .*data_type must be one of"):
+        codec_ops.measure(10, "int4", 64, 1, 1)
+
+
+class BitsAndBytes:
+    """What the library's two functions do, but for rounding."""
+
+    def __init__(self, works=True):
+        self.works = works
+
+    def cquantize_blockwise_cpu_fp32(self, table, source, scales, codes, block_size, count):
+        self.source, self.sizes = source.value, (block_size.value, count.value)
+
+    def cdequantize_blockwise_cpu_fp32(self, table, codes, scales, out, block_size, count):
+        if self.works:
+            ctypes.memmove(out, self.source, 4 * count.value)
+
+
+def test_bitsandbytes_beside_the_codec(monkeypatch):
+    x = np.arange(-3000, 3000, dtype=np.float32)
+    library = BitsAndBytes()
+    monkeypatch.setattr(bitsandbytes, "_library", lambda: library)
+    assert list(bitsandbytes.calls(x)) == ["quantize", "dequantize"]
+    assert library.sizes == (1024, 6000)
+    monkeypatch.setattr(bitsandbytes, "_library", lambda: BitsAndBytes(works=False))
+    with pytest.raises(RuntimeError, match="bitsandbytes' quantizer does not do what is expected"):
+        bitsandbytes.calls(x)
+
+
+def test_bitsandbytes_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr(bitsandbytes.importlib.util, "find_spec", lambda name: None)
+    assert bitsandbytes.calls(np.ones(10, np.float32)) == {}
 
 
 def test_codec_names_an_unknown_data_type(capsys):

@@ -49,6 +49,8 @@ VARIANTS = {
     "512": {"block_size": 512},
     "None": {"block_size": None},
     "scaling": {"scaling": 10.0},
+    "stochastic": {"rounding": "stochastic"},
+    "seed": {"rounding": "stochastic", "seed": 0},
     "exchange": {"exchange": "scatter_reduce"},
     "allgather": {"exchange": "allgather"},
     "exclude": {"select": Selection(exclude="*/bias")},
@@ -100,6 +102,8 @@ def test_repr_shows_the_settings():
     )
     assert "process_set" in repr(EightBit(process_set=types.SimpleNamespace(process_set_id=3)))
     assert eval(repr(EightBit(scaling=10.0))) == EightBit(scaling=10.0)
+    assert "seed" not in repr(EightBit)
+    assert eval(repr(EightBit(rounding="stochastic", seed=3))).encoding.seed == 3
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))])
@@ -124,7 +128,8 @@ def test_copies(duplicate):
         ),
         ({"block_size": "x"}, TypeError, "block_size must be a multiple of 64"),
         ({"scaling": 3.0}, ValueError, 'scaling must be "absmax" or a power of ten'),
-        ({"rounding": "up"}, ValueError, "rounding must be one of nearest, got 'up'"),
+        ({"rounding": "up"}, ValueError, "rounding must be one of nearest, stochastic, got 'up'"),
+        ({"seed": -1}, ValueError, r"seed must be an integer in \[0, 2\^63\), or None, got -1"),
         ({"exchange": "ring"}, ValueError, "exchange must be one of auto, scatter_reduce, allgather, got 'ring'"),
         ({"select": 1024}, TypeError, "select must be an hvd8bit.Selection, got int"),
         ({"min_elements": -1}, ValueError, "min_elements must be at least 0, got -1"),

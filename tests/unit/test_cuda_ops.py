@@ -17,9 +17,10 @@ HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
-def run(command: list[str], **environment: str) -> subprocess.CompletedProcess:
-    env = {**os.environ, **environment}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500, check=False)
+def run(command: list[str], library: str | pathlib.Path = "") -> subprocess.CompletedProcess:
+    """Runs a command in the repository; tests in it take `library` for the op library."""
+    env = {**os.environ, "HVD8BIT_TEST_LIBRARY": str(library)} if library else None
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=580, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +64,10 @@ SELECTED = (
 
 
 def test_the_ops_on_emulated_cuda(library):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(HERE / name) for name in SELECTED)]
-    done = run(command, HVD8BIT_TEST_LIBRARY=str(library))
+    # One data type: test_cuda.py has the kernels do all of them.
+    only = ["-k", "not static_tree and not mantissa and not linear"]
+    files = [str(HERE / name) for name in SELECTED]
+    done = run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *only, *files], library)
     # The end of the output: before it every error was logged.
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-1500:]
     assert " passed" in done.stdout

@@ -71,10 +71,20 @@ def test_scaling_of_another_type(scaling):
         Encoding(scaling=scaling)
 
 
-@pytest.mark.parametrize("rounding", ["up", "", None, "stochastic"])
+@pytest.mark.parametrize("rounding", ["up", "", None, "Stochastic"])
 def test_rounding(rounding):
-    with pytest.raises(ValueError, match="rounding must be one of nearest, got"):
+    with pytest.raises(ValueError, match="rounding must be one of nearest, stochastic, got"):
         Encoding(rounding=rounding)
+
+
+@pytest.mark.parametrize(
+    ("seed", "error"), [(-1, ValueError), (2**63, ValueError), (1.5, TypeError), (True, TypeError), ("1", TypeError)]
+)
+def test_seed(seed, error):
+    with pytest.raises(error, match=r"seed must be an integer in \[0, 2\^63\), or None, got"):
+        Encoding(rounding="stochastic", seed=seed)
+    assert Encoding(seed=np.int64(7)) == Encoding(seed=7)
+    assert repr(Encoding(seed=np.int64(7))) == repr(Encoding(seed=7))
 
 
 def test_data_type():

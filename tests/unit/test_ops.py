@@ -19,7 +19,7 @@ def payload_of(tensors, shards=1, encoding=ENCODING, **part):
 
 
 def raw_encode(**changes):
-    settings = {"tensors": [X], "shards": 1, "data_type": "linear", "block_size": 64}
+    settings = {"tensors": [X], "shards": 1, "seed": 0, "data_type": "linear", "block_size": 64}
     return native.load().hvd8bit_encode_list(**{**settings, **changes})
 
 
@@ -39,6 +39,8 @@ BAD_ATTRIBUTES = [
     ({"slices": 65536}, "slices must be at most 65535, got 65536"),
     ({"slices": 2, "slice": 2}, "slice must be below slices, got slice 2 of 2"),
     ({"slice": -1}, "slice"),
+    ({"rounding": "up"}, "rounding"),
+    ({"seed": [1]}, "seed must be a scalar|must be rank 0|must be a scalar"),
 ]
 
 
@@ -53,7 +55,7 @@ def test_every_op_checks_its_attributes():
     chunk = payload_of([X])
     settings = {"like": [X], "shards": 1, "data_type": "linear", "block_size": 65}
     with pytest.raises(tf.errors.InvalidArgumentError, match="block_size must be a multiple of 64"):
-        module.hvd8bit_reduce_shards(payload=chunk, splits=[len(chunk)], shard=0, **settings)
+        module.hvd8bit_reduce_shards(payload=chunk, splits=[len(chunk)], shard=0, seed=0, **settings)
     with pytest.raises(tf.errors.InvalidArgumentError, match="block_size must be a multiple of 64"):
         module.hvd8bit_decode_list(payloads=[chunk], factor=1.0, **settings)
 

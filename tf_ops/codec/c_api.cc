@@ -6,6 +6,7 @@
 #include "tf_ops/codec/codebook.h"
 #include "tf_ops/codec/cpu/backend.h"
 #include "tf_ops/codec/cpu/float_environment.h"
+#include "tf_ops/codec/dither.h"
 #include "tf_ops/codec/payload.h"
 
 #if defined(HVD8BIT_CUDA)
@@ -58,6 +59,7 @@ const char* WithPlan(const hvd8bit_list* list, Fn fn) {
   spec.data_type = static_cast<uint8_t>(DataTypeByName(list->data_type));
   spec.block_size = list->block_size;
   spec.fixed_scale = list->fixed_scale;
+  spec.rounding = list->stochastic != 0 ? Rounding::kStochastic : Rounding::kNearest;
   std::string error = CheckSpec(spec);
   if (error.empty() &&
       (list->count < 1 || list->shards < 1 || list->shards > kMaxShards || list->slices < 1 ||
@@ -80,7 +82,7 @@ const char* WithPlan(const hvd8bit_list* list, Fn fn) {
   }
   if (error.empty()) {
     Layout layout(infos, spec.block_size, list->shards, list->slices);
-    error = fn(Plan{spec, std::move(layout), std::move(infos), backend}, on_device);
+    error = fn(Plan{spec, std::move(layout), std::move(infos), backend, list->seed}, on_device);
   }
   return error.empty() ? nullptr : Message(error);
 }
@@ -94,6 +96,7 @@ void OnThisThread(int64_t units, int64_t /*cost*/, const std::function<void(int6
 
 using hvd8bit::Backend;
 using hvd8bit::Codebook;
+using hvd8bit::Dither;
 using hvd8bit::DType;
 using hvd8bit::Layout;
 using hvd8bit::Plan;
@@ -109,12 +112,15 @@ const char* hvd8bit_runnable_backends(void) {
 }
 
 const char* hvd8bit_encode(const char* backend, const char* data_type, int64_t block_size, float fixed_scale,
-                           int dtype, const void* x, int64_t n, uint8_t* codes, float* scales) {
+                           int stochastic, int64_t seed, int dtype, const void* x, int64_t n, uint8_t* codes,
+                           float* scales) {
+  const uint64_t key = hvd8bit::DitherKey(seed);
   return hvd8bit::ForBlocks(
       backend, data_type, block_size, fixed_scale, dtype, n,
       [&](const Backend& b, const Codebook& book, int64_t block, int64_t start, int64_t count) {
-        b.encode(static_cast<DType>(dtype), x, start, count, book, fixed_scale, codes + start,
-                 scales + block);
+        const Dither dither{key, start};
+        b.encode(static_cast<DType>(dtype), x, start, count, book, fixed_scale,
+                 stochastic != 0 ? &dither : nullptr, codes + start, scales + block);
       });
 }
 
@@ -129,12 +135,13 @@ const char* hvd8bit_decode(const char* backend, const char* data_type, int64_t b
 }
 
 const char* hvd8bit_sum_and_encode(const char* backend, const char* data_type, int64_t block_size,
-                                   float fixed_scale, int64_t shards, const uint8_t* const* codes,
-                                   const float* const* scales, int64_t n, uint8_t* out_codes,
-                                   float* out_scales) {
+                                   float fixed_scale, int stochastic, int64_t seed, int64_t shards,
+                                   const uint8_t* const* codes, const float* const* scales, int64_t n,
+                                   uint8_t* out_codes, float* out_scales) {
   if (shards < 1) {
     return hvd8bit::Message("shards must be at least 1, got " + std::to_string(shards));
   }
+  const uint64_t key = hvd8bit::DitherKey(seed);
   std::vector<const uint8_t*> block_codes(shards);
   std::vector<float> block_scales(shards);
   return hvd8bit::ForBlocks(
@@ -144,8 +151,9 @@ const char* hvd8bit_sum_and_encode(const char* backend, const char* data_type, i
           block_codes[k] = codes[k] + start;
           block_scales[k] = scales[k][block];
         }
+        const Dither dither{key, start};
         b.sum_and_encode(block_codes.data(), block_scales.data(), shards, count, book, fixed_scale,
-                         out_codes + start, out_scales + block);
+                         stochastic != 0 ? &dither : nullptr, out_codes + start, out_scales + block);
       });
 }
 

@@ -18,10 +18,11 @@ extern "C" {
 HVD8BIT_EXPORT const char* hvd8bit_built_backends(void);
 HVD8BIT_EXPORT const char* hvd8bit_runnable_backends(void);
 
-// x[n] to codes[n] and scales[ceil(n / block_size)].
+// x[n] to codes[n] and scales[ceil(n / block_size)]. `stochastic`: rounding, with `seed`; an element's place
+// is its position in x.
 HVD8BIT_EXPORT const char* hvd8bit_encode(const char* backend, const char* data_type, int64_t block_size,
-                                          float fixed_scale, int dtype, const void* x, int64_t n,
-                                          uint8_t* codes, float* scales);
+                                          float fixed_scale, int stochastic, int64_t seed, int dtype,
+                                          const void* x, int64_t n, uint8_t* codes, float* scales);
 
 // codes[n] and scales to out[n]. `stream`: bypass the caches.
 HVD8BIT_EXPORT const char* hvd8bit_decode(const char* backend, const char* data_type, int64_t block_size,
@@ -30,9 +31,10 @@ HVD8BIT_EXPORT const char* hvd8bit_decode(const char* backend, const char* data_
 
 // The encoded sum of `shards` arrays of codes and scales, added in order.
 HVD8BIT_EXPORT const char* hvd8bit_sum_and_encode(const char* backend, const char* data_type,
-                                                  int64_t block_size, float fixed_scale, int64_t shards,
-                                                  const uint8_t* const* codes, const float* const* scales,
-                                                  int64_t n, uint8_t* out_codes, float* out_scales);
+                                                  int64_t block_size, float fixed_scale, int stochastic,
+                                                  int64_t seed, int64_t shards, const uint8_t* const* codes,
+                                                  const float* const* scales, int64_t n, uint8_t* out_codes,
+                                                  float* out_scales);
 
 // A list of vectors and how it is cut and encoded: one slice of `slices` of each of `shards` chunks.
 typedef struct {
@@ -41,6 +43,8 @@ typedef struct {
   const char* data_type;
   int64_t block_size;
   float fixed_scale;
+  int stochastic;  // rounding, with `seed`
+  int64_t seed;
   int64_t count;
   const int* dtypes;
   const int64_t* elements;

@@ -11,6 +11,17 @@
 
 namespace hvd8bit {
 
+// The 127 thresholds between indices, cut in two halves of 16 bits, for back ends that take 32 numbers at a
+// time. Of those below y the ones with a smaller upper half are counted by a search tree of seven levels: y
+// is above node j's half or not, and goes to node 2j + 1 or 2j of the next level. Those with the same upper
+// half are equal: one comparison of the lower halves decides, and `step` tells how many they are.
+struct SplitThresholds {
+  using Halves = std::array<uint16_t, 128>;
+  alignas(64) Halves tree;                // upper halves, level by level
+  alignas(64) Halves upper, lower, step;  // ascending
+  bool steps;                             // whether a step is above 1
+};
+
 // Rounding rule: y in [0, 1] gets the index of the nearest magnitude; in the middle between two the smaller
 // one; of equal magnitudes the first.
 //
@@ -28,10 +39,17 @@ struct Codebook {
 
   std::array<float, 128> magnitudes;
   std::array<float, 256> values;  // by code, with the sign; 0x80 reads as 0
-  // The 127 thresholds between neighbouring indices as a search tree, level by level: y is above node j's
-  // threshold or not, and goes to node 2j + 1 or 2j of the next level. Equal magnitudes share the threshold
+  // Bits of the thresholds between neighbouring indices, ascending. Equal magnitudes share the threshold
   // above them, so that the number of thresholds below y is its index.
-  std::array<float, 127> tree;
+  std::array<uint32_t, 127> thresholds;
+  SplitThresholds nearest;  // the same
+  // Stochastic rounding: of the magnitudes above the first one, so that the number is that of the last
+  // magnitude that is not above y.
+  SplitThresholds floor;
+  std::array<uint8_t, 128> first;  // of the magnitudes that are equal to this one
+  // The magnitudes around y: [1] where it is smaller than the nearest one, whose index goes in; [0]
+  // elsewhere.
+  std::array<uint8_t, 128> around_low[2], around_high[2];
   uint32_t first_bucket;  // of everything smaller too
   std::vector<Bucket> buckets;
 

@@ -29,7 +29,7 @@ inline constexpr uint8_t kSignBit = 0x80;
 // What the elements of a tensor are; the numbers go into the layout's hash.
 enum class DType : uint8_t { kFloat32 = 1, kFloat64 = 2, kFloat16 = 3, kBFloat16 = 4 };
 
-enum class Rounding : uint8_t { kNearest = 0 };
+enum class Rounding : uint8_t { kNearest = 0, kStochastic = 1 };
 
 // The settings that all workers share.
 struct Spec {

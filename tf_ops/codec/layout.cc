@@ -46,7 +46,7 @@ Layout::Chunk Layout::GetChunk(int64_t shard, int64_t slice) const {
     if (start < stop) {
       const int64_t size = block_size_ ? block_size_ : stop - start;
       const int64_t blocks = (stop - start + size - 1) / size;
-      parts.push_back({tensor, start, stop, 0, all_blocks, blocks, size});
+      parts.push_back({tensor, start, stop, 0, all_blocks, blocks, size, 0});
       all_blocks += blocks;
     }
   }
@@ -70,6 +70,7 @@ Layout::Chunk Layout::GetChunk(int64_t shard, int64_t slice) const {
       origin = row;
     }
     piece.codes_offset = row - origin;
+    piece.row = row;
     piece.first_block = part.first_block + lo - first;
     piece.blocks = hi - lo;
     chunk.code_bytes = piece.codes_offset + piece.stop - piece.start;

@@ -18,6 +18,7 @@ struct Piece {
   int64_t first_block;   // from the chunk's first block
   int64_t blocks;
   int64_t block_size;
+  int64_t row;  // place of the first element in the row of all tensors
 
   int64_t BlockStart(int64_t block) const { return start + block * block_size; }
   int64_t BlockStop(int64_t block) const {

@@ -19,6 +19,19 @@ void WriteScale(uint8_t* scales, int64_t block, float scale) {
   std::memcpy(scales + block * kScaleBytes, &scale, sizeof scale);
 }
 
+// What decides how a block is rounded; null where each number goes to the nearest value.
+class BlockDither {
+ public:
+  BlockDither(const Plan& plan, const Piece& piece, int64_t block)
+      : stochastic_(plan.spec.rounding == Rounding::kStochastic),
+        dither_{DitherKey(plan.seed), piece.row + block * piece.block_size} {}
+  const Dither* get() const { return stochastic_ ? &dither_ : nullptr; }
+
+ private:
+  bool stochastic_;
+  Dither dither_;
+};
+
 // The pieces of several chunks that lie one after another, as one row of blocks for the threads to share.
 class BlockRow {
  public:
@@ -81,9 +94,10 @@ void PrepareChunk(const Plan& plan, const Layout::Chunk& chunk, int64_t shard, i
   std::memset(out + kHeaderBytes + written, 0, chunk.ScalesOffset() - kHeaderBytes - written);
 }
 
-std::string DescribeSettings(uint8_t data_type, int64_t block_size) {
-  return "data_type=" + DataTypeName(data_type) +
-         ", block_size=" + (block_size ? std::to_string(block_size) : "None");
+std::string DescribeSettings(const ChunkHeader& header) {
+  return "data_type=" + DataTypeName(header.data_type) +
+         ", block_size=" + (header.block_size ? std::to_string(header.block_size) : "None") +
+         (header.rounding == static_cast<uint8_t>(Rounding::kStochastic) ? ", rounding=stochastic" : "");
 }
 
 std::string DescribeTensors(const std::vector<TensorInfo>& tensors) {
@@ -152,10 +166,9 @@ std::string CompareHeaders(const ChunkHeader& expected, const ChunkHeader& recei
   }
   if (received.data_type != expected.data_type || received.block_size != expected.block_size ||
       received.rounding != expected.rounding || received.settings_hash != expected.settings_hash) {
-    return wrong(
-        "was encoded with other settings: " + DescribeSettings(received.data_type, received.block_size) +
-        ", this worker uses " + DescribeSettings(expected.data_type, expected.block_size) +
-        "; settings (data_type, block_size, scaling, rounding) must be the same on all workers");
+    return wrong("was encoded with other settings: " + DescribeSettings(received) + ", this worker uses " +
+                 DescribeSettings(expected) +
+                 "; settings (data_type, block_size, scaling, rounding) must be the same on all workers");
   }
   if (received.shards != expected.shards) {
     return wrong("was cut for " + std::to_string(received.shards) + " workers, this worker counts " +
@@ -214,15 +227,15 @@ void EncodeList(const Plan& plan, const std::vector<Layout::Chunk>& chunks, int6
     offset += chunks[shard].Bytes();
   }
   const Codebook& book = GetCodebook(plan.spec.data_type);
-  BlockRow(chunks).ForEach(parallel_for, 8,
-                           [&](const Piece& piece, int64_t block, int64_t codes, int64_t scales) {
-                             const int64_t start = piece.BlockStart(block);
-                             float scale;
-                             plan.backend->encode(plan.tensors[piece.tensor].dtype, data[piece.tensor], start,
-                                                  piece.BlockStop(block) - start, book, plan.spec.fixed_scale,
-                                                  payload + codes, &scale);
-                             WriteScale(payload + scales, piece.first_block + block, scale);
-                           });
+  BlockRow(chunks).ForEach(
+      parallel_for, 8, [&](const Piece& piece, int64_t block, int64_t codes, int64_t scales) {
+        const int64_t start = piece.BlockStart(block);
+        float scale;
+        plan.backend->encode(plan.tensors[piece.tensor].dtype, data[piece.tensor], start,
+                             piece.BlockStop(block) - start, book, plan.spec.fixed_scale,
+                             BlockDither(plan, piece, block).get(), payload + codes, &scale);
+        WriteScale(payload + scales, piece.first_block + block, scale);
+      });
 }
 
 std::string CheckShardSizes(const Plan& plan, const Layout::Chunk& chunk, int64_t bytes,
@@ -275,23 +288,23 @@ void ReduceShards(const Plan& plan, const Layout::Chunk& chunk, int64_t shard, i
   const int64_t shards = plan.layout.shards();
   // The mean is what a fixed scale was chosen for; the sum is up to `shards` times as large.
   const float fixed_scale = plan.spec.fixed_scale * static_cast<float>(shards);
-  BlockRow({chunk}).ForEach(parallel_for, 4 * (shards + 2),
-                            [&](const Piece& piece, int64_t block, int64_t codes, int64_t scales) {
-                              thread_local std::vector<const uint8_t*> from;
-                              thread_local std::vector<float> from_scales;
-                              from.resize(shards);
-                              from_scales.resize(shards);
-                              for (int64_t worker = 0; worker < shards; ++worker) {
-                                const uint8_t* sent = payload + worker * chunk.Bytes();
-                                from[worker] = sent + codes;
-                                from_scales[worker] = ReadScale(sent + scales, piece.first_block + block);
-                              }
-                              float scale;
-                              plan.backend->sum_and_encode(from.data(), from_scales.data(), shards,
-                                                           piece.BlockStop(block) - piece.BlockStart(block),
-                                                           book, fixed_scale, out + codes, &scale);
-                              WriteScale(out + scales, piece.first_block + block, scale);
-                            });
+  BlockRow({chunk}).ForEach(
+      parallel_for, 4 * (shards + 2), [&](const Piece& piece, int64_t block, int64_t codes, int64_t scales) {
+        thread_local std::vector<const uint8_t*> from;
+        thread_local std::vector<float> from_scales;
+        from.resize(shards);
+        from_scales.resize(shards);
+        for (int64_t worker = 0; worker < shards; ++worker) {
+          const uint8_t* sent = payload + worker * chunk.Bytes();
+          from[worker] = sent + codes;
+          from_scales[worker] = ReadScale(sent + scales, piece.first_block + block);
+        }
+        float scale;
+        plan.backend->sum_and_encode(from.data(), from_scales.data(), shards,
+                                     piece.BlockStop(block) - piece.BlockStart(block), book, fixed_scale,
+                                     BlockDither(plan, piece, block).get(), out + codes, &scale);
+        WriteScale(out + scales, piece.first_block + block, scale);
+      });
 }
 
 std::string CheckReduced(const Plan& plan, const std::vector<Layout::Chunk>& chunks, int64_t slice,

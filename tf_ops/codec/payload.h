@@ -29,6 +29,7 @@ struct Plan {
   Layout layout;
   std::vector<TensorInfo> tensors;
   const Backend* backend;
+  int64_t seed = 0;  // of stochastic rounding
 };
 std::string CheckSpec(const Spec& spec);
 

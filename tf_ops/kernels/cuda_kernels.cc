@@ -54,14 +54,18 @@ struct Cuda {
   }
 };
 
-REGISTER_KERNEL_BUILDER(
-    Name("Hvd8bitEncodeList").Device(HVD8BIT_CUDA_DEVICE).HostMemory("shards").HostMemory("splits"),
-    EncodeListOp<Cuda>);
+REGISTER_KERNEL_BUILDER(Name("Hvd8bitEncodeList")
+                            .Device(HVD8BIT_CUDA_DEVICE)
+                            .HostMemory("shards")
+                            .HostMemory("seed")
+                            .HostMemory("splits"),
+                        EncodeListOp<Cuda>);
 REGISTER_KERNEL_BUILDER(Name("Hvd8bitReduceShards")
                             .Device(HVD8BIT_CUDA_DEVICE)
                             .HostMemory("splits")
                             .HostMemory("shards")
-                            .HostMemory("shard"),
+                            .HostMemory("shard")
+                            .HostMemory("seed"),
                         ReduceShardsOp<Cuda>);
 REGISTER_KERNEL_BUILDER(
     Name("Hvd8bitDecodeList").Device(HVD8BIT_CUDA_DEVICE).HostMemory("shards").HostMemory("factor"),

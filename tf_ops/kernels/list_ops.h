@@ -60,6 +60,9 @@ class ListOp : public OpKernel {
                                            data_type + "'"));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("block_size", &spec_.block_size));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("fixed_scale", &spec_.fixed_scale));
+    std::string rounding;
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("rounding", &rounding));
+    spec_.rounding = rounding == "stochastic" ? Rounding::kStochastic : Rounding::kNearest;
     const std::string error = CheckSpec(spec_);
     OP_REQUIRES(ctx, error.empty(), absl::InvalidArgumentError(error));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("slices", &slices_));
@@ -90,6 +93,17 @@ class ListOp : public OpKernel {
     }
     Layout layout(infos, spec_.block_size, shards->scalar<int32_t>()(), slices_);
     *plan = std::unique_ptr<Plan>(new Plan{spec_, std::move(layout), std::move(infos), backend_});
+    return absl::OkStatus();
+  }
+
+  // The seed goes into the plan.
+  absl::Status ReadSeed(OpKernelContext* ctx, Plan* plan) const {
+    const Tensor* seed;
+    TF_RETURN_IF_ERROR(ctx->input("seed", &seed));
+    if (seed->dims() != 0) {
+      return absl::InvalidArgumentError("seed must be a scalar, got shape " + seed->shape().DebugString());
+    }
+    plan->seed = seed->scalar<int64_t>()();
     return absl::OkStatus();
   }
 
@@ -129,6 +143,7 @@ class EncodeListOp : public ListOp<Device> {
     OP_REQUIRES_OK(ctx, ctx->input_list("tensors", &tensors));
     std::unique_ptr<Plan> plan;
     OP_REQUIRES_OK(ctx, this->MakePlan(ctx, tensors, &plan));
+    OP_REQUIRES_OK(ctx, this->ReadSeed(ctx, plan.get()));
     const auto chunks = SliceOfAllChunks(plan->layout, this->slice_);
 
     Tensor* splits;
@@ -165,6 +180,7 @@ class ReduceShardsOp : public ListOp<Device> {
     OP_REQUIRES_OK(ctx, ctx->input_list("like", &like));
     std::unique_ptr<Plan> plan;
     OP_REQUIRES_OK(ctx, this->MakePlan(ctx, like, &plan));
+    OP_REQUIRES_OK(ctx, this->ReadSeed(ctx, plan.get()));
     const Tensor *payload, *splits, *shard_input;
     OP_REQUIRES_OK(ctx, ctx->input("payload", &payload));
     OP_REQUIRES_OK(ctx, ctx->input("splits", &splits));

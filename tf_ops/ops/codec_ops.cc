@@ -27,24 +27,27 @@ absl::Status CheckVectors(InferenceContext* c, const char* name) {
 }
 
 // The list is `like` or `tensors`; how it is encoded is the same in all three ops.
-#define HVD8BIT_SETTINGS                                \
-  Attr("T: list({float, double, half, bfloat16}) >= 1") \
-      .Attr("data_type: string")                        \
-      .Attr("block_size: int >= 0")                     \
-      .Attr("fixed_scale: float = 0.0")                 \
+#define HVD8BIT_SETTINGS                                       \
+  Attr("T: list({float, double, half, bfloat16}) >= 1")        \
+      .Attr("data_type: string")                               \
+      .Attr("block_size: int >= 0")                            \
+      .Attr("fixed_scale: float = 0.0")                        \
+      .Attr("rounding: {'nearest', 'stochastic'} = 'nearest'") \
       .Attr("slices: int >= 1 = 1")
 
 REGISTER_OP("Hvd8bitEncodeList")
     .Input("tensors: T")
     .Input("shards: int32")
+    .Input("seed: int64")
     .Output("payload: uint8")
     .Output("splits: int32")
     .HVD8BIT_SETTINGS.Attr("slice: int >= 0 = 0")
     .SetShapeFn([](InferenceContext* c) {
       TF_RETURN_IF_ERROR(CheckScalar(c, "shards"));
+      TF_RETURN_IF_ERROR(CheckScalar(c, "seed"));
       c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
       // Only a constant that the kernel takes: a dimension of -5 would abort the process.
-      const tensorflow::Tensor* shards = c->input_tensor(c->num_inputs() - 1);
+      const tensorflow::Tensor* shards = c->input_tensor(c->num_inputs() - 2);
       const bool known = shards != nullptr && shards->scalar<int32_t>()() >= 1;
       c->set_output(1, c->Vector(known ? static_cast<int64_t>(shards->scalar<int32_t>()())
                                        : InferenceContext::kUnknownDim));
@@ -57,6 +60,7 @@ REGISTER_OP("Hvd8bitReduceShards")
     .Input("like: T")
     .Input("shards: int32")
     .Input("shard: int32")
+    .Input("seed: int64")
     .Output("reduced: uint8")
     .HVD8BIT_SETTINGS.Attr("slice: int >= 0 = 0")
     .SetShapeFn([](InferenceContext* c) {
@@ -64,6 +68,7 @@ REGISTER_OP("Hvd8bitReduceShards")
       TF_RETURN_IF_ERROR(CheckVectors(c, "splits"));
       TF_RETURN_IF_ERROR(CheckScalar(c, "shards"));
       TF_RETURN_IF_ERROR(CheckScalar(c, "shard"));
+      TF_RETURN_IF_ERROR(CheckScalar(c, "seed"));
       c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
       return absl::OkStatus();
     });

@@ -76,6 +76,11 @@ void EncodeFloats(const float* x, int64_t n, float scale, const Codebook& book, 
   PortableEncodeFloats(x + i, n - i, scale, book, codes + i);
 }
 
+void EncodeStochastic(const float* x, int64_t n, float scale, const Codebook& book, Dither dither,
+                      uint8_t* codes) {
+  PortableEncodeStochastic(x, n, scale, book, dither, codes);
+}
+
 // Element by element: on the CPUs that stop at AVX2 eight loads are faster than a gather.
 void DecodeFloats(const uint8_t* codes, int64_t n, float scale, const Codebook& book, float* out,
                   bool stream) {

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "tf_ops/codec/codebook.h"
+#include "tf_ops/codec/dither.h"
 #include "tf_ops/codec/format.h"
 
 namespace hvd8bit {
@@ -15,15 +16,17 @@ struct Backend {
   bool (*supported)();
 
   // Elements [start, start + n) of a tensor at `x` to n codes and a scale. `fixed_scale` 0: absolute maximum.
+  // `dither` null: to the nearest value.
   void (*encode)(DType dtype, const void* x, int64_t start, int64_t n, const Codebook& book,
-                 float fixed_scale, uint8_t* codes, float* scale);
+                 float fixed_scale, const Dither* dither, uint8_t* codes, float* scale);
   // n codes to elements [start, start + n) of a tensor at `out`. With `stream` the results bypass the caches,
   // which pays for outputs that do not fit into them.
   void (*decode)(DType dtype, const uint8_t* codes, float scale, int64_t n, const Codebook& book, void* out,
                  int64_t start, bool stream);
   // Decodes `shards` blocks of n codes, adds them in order in float32, encodes the sum.
   void (*sum_and_encode)(const uint8_t* const* codes, const float* scales, int64_t shards, int64_t n,
-                         const Codebook& book, float fixed_scale, uint8_t* out_codes, float* out_scale);
+                         const Codebook& book, float fixed_scale, const Dither* dither, uint8_t* out_codes,
+                         float* out_scale);
 };
 
 // The fastest back end that this CPU runs, or the one that HVD8BIT_CPU names. An error if it names none that

@@ -17,6 +17,11 @@ void EncodeFloats(const float* x, int64_t n, float scale, const Codebook& book, 
   PortableEncodeFloats(x, n, scale, book, codes);
 }
 
+void EncodeStochastic(const float* x, int64_t n, float scale, const Codebook& book, Dither dither,
+                      uint8_t* codes) {
+  PortableEncodeStochastic(x, n, scale, book, dither, codes);
+}
+
 void DecodeFloats(const uint8_t* codes, int64_t n, float scale, const Codebook& book, float* out,
                   bool /*stream*/) {
   PortableDecodeFloats(codes, n, scale, book, out);

@@ -11,7 +11,7 @@
 namespace hvd8bit {
 namespace cuda {
 
-inline constexpr int kPieces = 56;
+inline constexpr int kPieces = 46;
 inline constexpr int kChunks = 22;
 inline constexpr int kThreads = 256;
 inline constexpr int kTileElements = 4096;  // 16 per thread, kept in registers between the two looks at them
@@ -24,6 +24,7 @@ struct PieceArgument {
   void* tensor;  // the piece's first element
   int64_t elements;
   int64_t codes;  // offset in the chunk
+  int64_t row;    // place of the first element in the row of all tensors
   uint32_t first_block;
   uint32_t first_tile;  // counted through the launch
   uint16_t chunk;       // position in `chunks`
@@ -56,6 +57,7 @@ struct Arguments {
   int64_t shards;
   double factor;  // decode: scales are multiplied by factor / shards
   Report* report;
+  uint64_t key;              // of stochastic rounding
   float values[128];         // decode, reduce: of the codes
   uint32_t thresholds[127];  // encode, reduce: bits, ascending; how many are below y is its index
   uint32_t first_bucket;     // Codebook::first_bucket

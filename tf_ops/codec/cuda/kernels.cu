@@ -6,12 +6,13 @@
 // nvcc is called with -fmad=false, and the roundings are written out besides.
 #include <cuda_runtime.h>
 
-#include <cstddef>
 #include <cstring>
 #include <type_traits>
 
 #include "tf_ops/codec/codebook.h"
 #include "tf_ops/codec/cuda/kernels.h"
+#include "tf_ops/codec/cuda/tiles.h"
+#include "tf_ops/codec/dither.h"
 #include "tf_ops/codec/float_types.h"
 
 // The tests compile this file for the host, with another way to launch a kernel.
@@ -24,10 +25,6 @@ namespace hvd8bit {
 namespace cuda {
 namespace {
 
-constexpr int kPerThread = kTileElements / kThreads;
-constexpr int kWarp = 32;
-constexpr int kPerWarp = kWarp * kPerThread;
-constexpr int kHeaderWords = static_cast<int>(kHeaderBytes) / 4;
 constexpr int kBucketBits = Codebook::kBucketShift;
 constexpr uint32_t kOne = 0x3f800000u;
 constexpr uint32_t kInfinity = 0x7f800000u;
@@ -36,202 +33,6 @@ constexpr uint32_t kQuietNan = 0x7fc00000u;
 #ifndef HVD8BIT_MOST_THREAD_BLOCKS
 #define HVD8BIT_MOST_THREAD_BLOCKS 2048
 #endif
-
-// Elements that a thread loads or stores at once: 16 bytes of float32, float16 and bfloat16, twice that of
-// float64.
-template <typename T>
-constexpr int kAtOnce = sizeof(T) < 4 ? 8 : 4;
-
-__device__ uint32_t ReadWord(const uint8_t* from) {
-  uint32_t word;
-  memcpy(&word, from, sizeof word);  // from bytes: any alignment
-  return word;
-}
-
-__device__ void WriteWord(uint8_t* to, uint32_t word) { memcpy(to, &word, sizeof word); }
-
-__device__ bool Aligned(const void* pointer, int64_t offset, int bytes) {
-  return (reinterpret_cast<uintptr_t>(pointer) + static_cast<uint64_t>(offset)) % bytes == 0;
-}
-
-__device__ int64_t ScalesOffset(const ChunkArgument& chunk) {
-  return kHeaderBytes +
-         (static_cast<int64_t>(chunk.code_bytes) + kScaleBytes - 1) / kScaleBytes * kScaleBytes;
-}
-
-// ----------------------------------------------------------------------------------------------------
-// headers
-
-// The i-th four bytes of a chunk's header.
-__device__ uint32_t HeaderWord(const Arguments& a, const ChunkArgument& chunk, int i) {
-  switch (i) {
-    case offsetof(ChunkHeader, shard) / 4:
-      return chunk.shard;
-    case offsetof(ChunkHeader, slice) / 4:
-      return chunk.slice | static_cast<uint32_t>(a.header.slices) << 16;
-    case offsetof(ChunkHeader, blocks) / 4:
-      return chunk.blocks;
-    case offsetof(ChunkHeader, code_bytes) / 4:
-      return static_cast<uint32_t>(chunk.code_bytes);
-    case offsetof(ChunkHeader, code_bytes) / 4 + 1:
-      return static_cast<uint32_t>(chunk.code_bytes >> 32);
-    default:
-      return reinterpret_cast<const uint32_t*>(&a.header)[i];
-  }
-}
-
-__device__ void WriteHeaders(const Arguments& a) {
-  for (uint32_t i = threadIdx.x; i < a.chunks * kHeaderWords; i += kThreads) {
-    const ChunkArgument& chunk = a.chunk[i / kHeaderWords];
-    WriteWord(chunk.data + i % kHeaderWords * 4, HeaderWord(a, chunk, i % kHeaderWords));
-  }
-}
-
-// Whether this thread finds a difference between `count` chunks that arrived and what they must be; the k-th
-// is chunk_of(k), and lies at data_of(k).
-template <typename ChunkOf, typename DataOf>
-__device__ bool HeadersDiffer(const Arguments& a, int64_t count, ChunkOf chunk_of, DataOf data_of) {
-  bool differ = false;
-  for (int64_t i = threadIdx.x; i < count * kHeaderWords; i += kThreads) {
-    const int64_t k = i / kHeaderWords;
-    const int word = static_cast<int>(i % kHeaderWords);
-    differ |= ReadWord(data_of(k) + word * 4) != HeaderWord(a, chunk_of(k), word);
-  }
-  return differ;
-}
-
-// Tells the host of the first chunk that differs. One thread.
-template <typename ChunkOf, typename DataOf>
-__device__ void ReportFirst(const Arguments& a, int64_t count, ChunkOf chunk_of, DataOf data_of) {
-  if (a.report == nullptr || a.report->set != 0) {
-    return;
-  }
-  for (int64_t k = 0; k < count; ++k) {
-    uint32_t expected[kHeaderWords], received[kHeaderWords];
-    bool differ = false;
-    for (int i = 0; i < kHeaderWords; ++i) {
-      expected[i] = HeaderWord(a, chunk_of(k), i);
-      received[i] = ReadWord(data_of(k) + i * 4);
-      differ |= expected[i] != received[i];
-    }
-    if (differ) {
-      a.report->worker = static_cast<int32_t>(k);
-      memcpy(&a.report->expected, expected, sizeof expected);
-      memcpy(&a.report->received, received, sizeof received);
-      __threadfence_system();
-      a.report->set = 1;
-      return;
-    }
-  }
-}
-
-// ------------------------------------------------------------------------------------------------------
-// tiles
-
-struct Tile {
-  int piece;
-  int64_t start;       // first element in the piece
-  int elements;        // at least 1
-  int64_t block;       // first block in the piece
-  bool starts_block;   // false for the later parts of a block longer than a tile
-  int64_t block_size;  // of this piece
-};
-
-// How a launch's blocks lie in tiles.
-struct Geometry {
-  int tile_blocks;       // whole blocks in a tile; 0 if a block is longer than a tile
-  int tile_elements;     // that they have
-  uint32_t block_tiles;  // tiles of a long block
-  int block_units;       // 64 elements each; of a block, or of a tile where that is shorter
-
-  __device__ explicit Geometry(int64_t block_size) {
-    const bool fits = block_size != 0 && block_size <= kTileElements;
-    tile_blocks = fits ? kTileElements / static_cast<int>(block_size) : 0;
-    tile_elements = fits ? tile_blocks * static_cast<int>(block_size) : kTileElements;
-    block_tiles = static_cast<uint32_t>((block_size + kTileElements - 1) / kTileElements);
-    block_units = fits ? static_cast<int>(block_size / kAlignment) : kUnits;
-  }
-
-  // The block of a tile that its unit belongs to: unit / block_units, exact for less than 64 of either.
-  __device__ int BlockOfUnit(int unit) const { return (unit * (65536 / block_units + 1)) >> 16; }
-
-  __device__ Tile At(const Arguments& a, uint32_t number) const {
-    int low = 0, high = static_cast<int>(a.pieces) - 1;
-    while (low < high) {  // the last piece that starts at this tile or before
-      const int middle = (low + high + 1) / 2;
-      if (a.piece[middle].first_tile <= number) {
-        low = middle;
-      } else {
-        high = middle - 1;
-      }
-    }
-    const PieceArgument& piece = a.piece[low];
-    const uint32_t at = number - piece.first_tile;
-    Tile tile;
-    tile.piece = low;
-    tile.block_size = a.block_size != 0 ? a.block_size : piece.elements;
-    int64_t end;
-    if (tile_blocks != 0 || a.block_size == 0) {
-      tile.start = static_cast<int64_t>(at) * tile_elements;
-      tile.block = static_cast<int64_t>(at) * tile_blocks;
-      tile.starts_block = tile_blocks != 0 || at == 0;
-      end = tile.start + tile_elements;
-    } else {
-      const uint32_t part = at % block_tiles;
-      tile.block = at / block_tiles;
-      tile.start = tile.block * a.block_size + static_cast<int64_t>(part) * kTileElements;
-      tile.starts_block = part == 0;
-      const int64_t block_end = (tile.block + 1) * a.block_size;
-      end = tile.start + kTileElements < block_end ? tile.start + kTileElements : block_end;
-    }
-    tile.elements = static_cast<int>((end < piece.elements ? end : piece.elements) - tile.start);
-    return tile;
-  }
-};
-
-// The first element of a tile that a thread has in its row `row`; the rows of a warp lie one after another.
-template <int kPerRow>
-__device__ int FirstElement(int row) {
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  return warp * kPerWarp + row * kWarp * kPerRow + lane * kPerRow;
-}
-
-// Whether all rows of a thread lie within a tile; then they are loaded side by side, without a branch between
-// them.
-template <int kPerRow>
-__device__ bool AllWithin(const Tile& tile) {
-  return FirstElement<kPerRow>(kPerThread / kPerRow - 1) + kPerRow <= tile.elements;
-}
-
-__device__ int UnitOf(int element) { return element / static_cast<int>(kAlignment); }
-
-// Values by code, with the sign; 0x80 reads as 0.
-__device__ void FillValues(const Arguments& a, float* values) {
-  const float magnitude = a.values[threadIdx.x % 128];
-  values[threadIdx.x] = threadIdx.x > 128 ? -magnitude : magnitude;
-}
-
-// A thread's codes, four to a word; places behind the tile's end become 0.
-template <int kPerRow>
-__device__ void ReadCodes(const Tile& tile, const uint8_t* codes, uint32_t* words) {
-  constexpr int kWords = kPerRow / 4;
-  if (AllWithin<kPerRow>(tile) && Aligned(codes, 0, 4)) {
-#pragma unroll
-    for (int i = 0; i < kPerThread / 4; ++i) {
-      words[i] =
-          *reinterpret_cast<const uint32_t*>(codes + FirstElement<kPerRow>(i / kWords) + i % kWords * 4);
-    }
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < kPerThread / 4; ++i) {
-    const int first = FirstElement<kPerRow>(i / kWords) + i % kWords * 4;
-    words[i] = 0;
-    for (int at = 0; at < 4 && first + at < tile.elements; ++at) {
-      words[i] |= static_cast<uint32_t>(codes[first + at]) << (8 * at);
-    }
-  }
-}
 
 // --------------------------------------------------------------------------------- where floats come from
 
@@ -248,7 +49,7 @@ struct TensorLoader {
         static_cast<const uint8_t*>(piece.tensor) + tile.start * static_cast<int64_t>(sizeof(T));
     constexpr int kRows = kPerThread / kPerRow, kLoads = kPerRow * sizeof(T) / 16;
     T elements[kPerThread];
-    if (AllWithin<kPerRow>(tile) && Aligned(from, 0, 16)) {
+    if (AllWithin<kPerRow>(tile) && Aligned(from, 16)) {
       uint4 loaded[kRows * kLoads];
 #pragma unroll
       for (int i = 0; i < kRows * kLoads; ++i) {
@@ -279,13 +80,11 @@ struct ShardsLoader {
 
   __device__ static void Load(const Arguments& a, const Tile& tile, const float* values, float* floats) {
     constexpr int kRows = kPerThread / kPerRow;
-    const PieceArgument& piece = a.piece[tile.piece];
-    const ChunkArgument& chunk = a.chunk[piece.chunk];
     const Geometry geometry(a.block_size);
     for (int64_t worker = 0; worker < a.shards; ++worker) {
       const uint8_t* sent = a.sent + worker * a.sent_bytes;
-      const uint8_t* codes = sent + kHeaderBytes + piece.codes + tile.start;
-      const uint8_t* scales = sent + ScalesOffset(chunk) + kScaleBytes * (piece.first_block + tile.block);
+      const uint8_t* codes = CodesOf(a, tile, sent);
+      const uint8_t* scales = ScalesOf(a, tile, sent);
       uint32_t words[kRows];
       float scale[kRows];
       ReadCodes<kPerRow>(tile, codes, words);
@@ -396,15 +195,12 @@ __global__ void __launch_bounds__(kThreads) LongBlocksKernel(const __grid_consta
   }
   for (uint32_t number = blockIdx.x; number < a.tiles; number += gridDim.x) {
     const Tile tile = geometry.At(a, number);
-    const PieceArgument& piece = a.piece[tile.piece];
-    const ChunkArgument& chunk = a.chunk[piece.chunk];
     float floats[kPerThread];
     Loader::Load(a, tile, values, floats);
     const uint32_t most = MaxOfWarp(floats);
     if (threadIdx.x % kWarp == 0) {
       // A bit pattern for now: the encoding kernel makes the scale of it.
-      uint8_t* scale = chunk.data + ScalesOffset(chunk) + kScaleBytes * (piece.first_block + tile.block);
-      atomicMax(reinterpret_cast<uint32_t*>(scale), most);
+      atomicMax(reinterpret_cast<uint32_t*>(ScalesOf(a, tile, ChunkOf(a, tile).data)), most);
     }
   }
 }
@@ -438,15 +234,12 @@ __device__ void FillBuckets(const Arguments& a, uint32_t* buckets) {
   }
 }
 
-// A code. `divisor` is the scale, and positive.
-__device__ uint32_t Code(float x, float divisor, uint32_t lowest, const uint32_t* buckets) {
-  uint32_t y = FloatBits(__fdiv_rn(BitsToFloat(Magnitude(x)), divisor));
-  y = y < kOne ? y : kOne;
+// The index of the nearest magnitude; `y` are the bits of a number in [0, 1].
+__device__ uint32_t NearestIndex(uint32_t y, uint32_t lowest, const uint32_t* buckets) {
   y = y > lowest ? y : lowest;
   const uint32_t bucket = buckets[(y - lowest) >> kBucketBits];
   constexpr uint32_t kLow = (1u << kBucketBits) - 1;
-  const uint32_t index = (bucket >> kBucketBits & 0x7fu) + ((y & kLow) > (bucket & kLow) ? bucket >> 24 : 0u);
-  return index == 0 ? 0u : index | (FloatBits(x) >> 24 & kSignBit);
+  return (bucket >> kBucketBits & 0x7fu) + ((y & kLow) > (bucket & kLow) ? bucket >> 24 : 0u);
 }
 
 __device__ float BlockScale(uint32_t most, float fixed_scale) {
@@ -456,7 +249,7 @@ __device__ float BlockScale(uint32_t most, float fixed_scale) {
   return fixed_scale != 0.f ? fixed_scale : BitsToFloat(most);
 }
 
-template <typename Loader>
+template <typename Loader, bool kStochastic>
 __global__ void __launch_bounds__(kThreads) EncodeKernel(const __grid_constant__ Arguments a) {
   constexpr int kPerRow = Loader::kPerRow;
   __shared__ uint32_t buckets[kMostBuckets];
@@ -469,8 +262,10 @@ __global__ void __launch_bounds__(kThreads) EncodeKernel(const __grid_constant__
   const uint32_t lowest = a.first_bucket << kBucketBits;
   FillBuckets(a, buckets);
   bool refused = false;
-  if constexpr (Loader::kReceives) {
+  if constexpr (Loader::kReceives || kStochastic) {
     FillValues(a, values);
+  }
+  if constexpr (Loader::kReceives) {
     refused = Loader::Refused(a);
   }
   if (threadIdx.x < kUnits) {
@@ -485,9 +280,8 @@ __global__ void __launch_bounds__(kThreads) EncodeKernel(const __grid_constant__
   for (uint32_t number = blockIdx.x; number < a.tiles; number += gridDim.x) {
     const Tile tile = geometry.At(a, number);
     const PieceArgument& piece = a.piece[tile.piece];
-    const ChunkArgument& chunk = a.chunk[piece.chunk];
-    uint8_t* codes = chunk.data + kHeaderBytes + piece.codes + tile.start;
-    uint8_t* scales = chunk.data + ScalesOffset(chunk) + kScaleBytes * (piece.first_block + tile.block);
+    uint8_t* codes = CodesOf(a, tile, ChunkOf(a, tile).data);
+    uint8_t* scales = ScalesOf(a, tile, ChunkOf(a, tile).data);
     float floats[kPerThread];
     Loader::Load(a, tile, values, floats);
 
@@ -504,7 +298,7 @@ __global__ void __launch_bounds__(kThreads) EncodeKernel(const __grid_constant__
     }
     __syncthreads();
 
-    const bool whole_words = AllWithin<kPerRow>(tile) && Aligned(codes, 0, 4);
+    const bool whole_words = AllWithin<kPerRow>(tile) && Aligned(codes, 4);
 #pragma unroll
     for (int row = 0; row < kPerThread / kPerRow; ++row) {
       const int first = FirstElement<kPerRow>(row);
@@ -517,7 +311,16 @@ __global__ void __launch_bounds__(kThreads) EncodeKernel(const __grid_constant__
         uint32_t word = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          word |= Code(floats[row * kPerRow + at + i], divisor, lowest, buckets) << (8 * i);
+          const float x = floats[row * kPerRow + at + i];
+          uint32_t y = FloatBits(__fdiv_rn(BitsToFloat(Magnitude(x)), divisor));
+          y = y < kOne ? y : kOne;
+          uint32_t index = NearestIndex(y, lowest, buckets);
+          if constexpr (kStochastic) {
+            const int64_t place = piece.row + tile.start + first + at + i;
+            index = StochasticIndex(values, static_cast<int>(index), BitsToFloat(y), RandomAt(a.key, place));
+          }
+          const uint32_t code = index == 0 ? 0u : index | (FloatBits(x) >> 24 & kSignBit);
+          word |= code << (8 * i);
         }
         word &= mask;
         if (whole_words) {
@@ -530,8 +333,7 @@ __global__ void __launch_bounds__(kThreads) EncodeKernel(const __grid_constant__
       }
     }
     const int block = static_cast<int>(threadIdx.x);
-    if (tile.starts_block &&
-        (block == 0 || (block < geometry.tile_blocks && block * tile.block_size < tile.elements))) {
+    if (tile.starts_block && geometry.Holds(tile, block)) {
       const float scale = refused ? BitsToFloat(kQuietNan) : BlockScale(most[turn][block], a.fixed_scale);
       WriteWord(scales + kScaleBytes * block, FloatBits(scale));
     }
@@ -567,8 +369,8 @@ __global__ void __launch_bounds__(kThreads) DecodeKernel(const __grid_constant__
   for (uint32_t number = blockIdx.x; number < a.tiles; number += gridDim.x) {
     const Tile tile = geometry.At(a, number);
     const PieceArgument& piece = a.piece[tile.piece];
-    const ChunkArgument& chunk = a.chunk[piece.chunk];
-    const uint8_t* codes = chunk.data + kHeaderBytes + piece.codes + tile.start;
+    const ChunkArgument& chunk = ChunkOf(a, tile);
+    const uint8_t* codes = CodesOf(a, tile, chunk.data);
 
     bool differs = false;
     if (checked != piece.chunk) {
@@ -578,10 +380,8 @@ __global__ void __launch_bounds__(kThreads) DecodeKernel(const __grid_constant__
       checked = piece.chunk;
     }
     const int block = static_cast<int>(threadIdx.x);
-    if (block == 0 || (block < geometry.tile_blocks && block * tile.block_size < tile.elements)) {
-      const uint8_t* scales =
-          chunk.data + ScalesOffset(chunk) + kScaleBytes * (piece.first_block + tile.block);
-      const double scale = BitsToFloat(ReadWord(scales + kScaleBytes * block));
+    if (geometry.Holds(tile, block)) {
+      const double scale = BitsToFloat(ReadWord(ScalesOf(a, tile, chunk.data) + kScaleBytes * block));
       scale_of[turn][block] =
           static_cast<float>(__ddiv_rn(__dmul_rn(scale, a.factor), static_cast<double>(a.shards)));
     }
@@ -590,7 +390,7 @@ __global__ void __launch_bounds__(kThreads) DecodeKernel(const __grid_constant__
     uint32_t words[kPerThread / 4];
     ReadCodes<kPerRow>(tile, codes, words);
     auto* to = static_cast<uint8_t*>(piece.tensor) + tile.start * static_cast<int64_t>(sizeof(T));
-    const bool vectors = AllWithin<kPerRow>(tile) && Aligned(to, 0, 16);
+    const bool vectors = AllWithin<kPerRow>(tile) && Aligned(to, 16);
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
       const int first = FirstElement<kPerRow>(row);
@@ -639,7 +439,11 @@ int Encode(const Arguments& a, void* stream) {
     HVD8BIT_LAUNCH(ZeroScalesKernel, Grid(a), stream, a);
     HVD8BIT_LAUNCH(LongBlocksKernel<Loader>, Grid(a), stream, a);
   }
-  HVD8BIT_LAUNCH(EncodeKernel<Loader>, Grid(a), stream, a);
+  if (a.header.rounding == static_cast<uint8_t>(Rounding::kStochastic)) {
+    HVD8BIT_LAUNCH((EncodeKernel<Loader, true>), Grid(a), stream, a);
+  } else {
+    HVD8BIT_LAUNCH((EncodeKernel<Loader, false>), Grid(a), stream, a);
+  }
   return static_cast<int>(cudaGetLastError());
 }
 

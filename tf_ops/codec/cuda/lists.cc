@@ -10,6 +10,7 @@
 #include "tf_ops/codec/codebook.h"
 #include "tf_ops/codec/cuda/arguments.h"
 #include "tf_ops/codec/cuda/kernels.h"
+#include "tf_ops/codec/dither.h"
 #include "tf_ops/codec/float_types.h"
 
 namespace hvd8bit {
@@ -103,13 +104,9 @@ Arguments MakeArguments(const Plan& plan, const ChunkHeader& header) {
   a.shards = plan.layout.shards();
   a.factor = 0;
   a.report = nullptr;
+  a.key = DitherKey(plan.seed);
   std::copy(book.magnitudes.begin(), book.magnitudes.end(), a.values);
-  // The search tree's thresholds in ascending order: its levels hold them like a ruler its marks.
-  for (int level = 0, node = 0; level < 7; ++level) {
-    for (int j = 0; j < 1 << level; ++j, ++node) {
-      a.thresholds[((2 * j + 1) << (6 - level)) - 1] = FloatBits(book.tree[node]);
-    }
-  }
+  std::copy(book.thresholds.begin(), book.thresholds.end(), a.thresholds);
   a.first_bucket = book.first_bucket;
   return a;
 }
@@ -184,6 +181,7 @@ std::string ForLaunches(Arguments a, const std::vector<ChunkInMemory>& chunks, b
       a.piece[a.pieces++] = {tensor(piece),
                              elements,
                              piece.codes_offset,
+                             piece.row,
                              static_cast<uint32_t>(piece.first_block),
                              a.tiles,
                              static_cast<uint16_t>(a.chunks - 1),
