@@ -51,9 +51,12 @@ def all_tables(folder: pathlib.Path = FOLDER) -> dict[str, str]:
     }
     for id_, experiment in by_id.items():
         if experiment.suite != "stress":
-            margin = 1.0 if experiment.suite == "cifar10" else 0.15
+            margin = MARGINS.get(experiment.suite, 0.15)
             made[id_.replace("/", "-")] = tables.comparison(experiment, rows[id_], margin)
             made[f"{id_.replace('/', '-')}-converged"] = tables.converged(experiment, rows[id_])
+            if (experiment.exchange, experiment.mode) == ("real", "model"):
+                merged = tables.of_merged(experiment, rows[id_])
+                made[f"{id_.replace('/', '-')}-merged"] = tables.comparison(experiment, merged, margin)
     paper = [by_id["mnist/data"], by_id["mnist/model"]]
     made["mnist-f"] = tables.f_table(paper, [rows[experiment.id] for experiment in paper])
     stress = [experiment for experiment in experiments if experiment.suite == "stress"]
@@ -69,6 +72,9 @@ def all_tables(folder: pathlib.Path = FOLDER) -> dict[str, str]:
     made["real"] = tables.real_beside_played(pairs)
     return made
 
+
+MARGINS = {"cifar10": 1.0, "model_parallel": 0.25}
+"""Suite -> what counts as no difference, in points."""
 
 PLOTS = {"mnist": (("data", "model"), 0.15), "cifar10": (("hybrid",), 1.0)}
 """Suite -> the experiments in its picture, and the margin that it shows."""

@@ -9,9 +9,12 @@ The net is that of Krizhevsky 2014 (arXiv:1404.5997): five convolutions, and thr
 The data are imagenet2012 as tensorflow-datasets prepares them, with the usual augmentation: a random part of the image,
 and its mirror image half of the time. Optimiser and learning rate are our choice: the paper prints none.
 
-stand_in is a small data set of the same structure, made by this program: coloured stripes in images of all sizes, whose
-classes differ in colour and width of the stripes. The records tell after how many steps the loss was half of what
-guessing gives.
+stand_in is a small data set of the same structure, made by this program: coloured stripes in images of many sizes,
+whose 20 classes differ in colour and width of the stripes. A quarter of the net's width learns it on two workers in
+minutes; the loss is half of what guessing gives, log(20), within 100 steps, and the records tell after how many:
+
+    horovodrun -np 2 python examples/alexnet_imagenet.py --dataset stand_in --width 0.25 --image_size 64 \\
+        --optimizer adam --learning_rate 0.001 --epochs 4 --compression none --compression eightbit
 
 Every worker has its own share of the images. Rank 0 shows progress and, at the end, a table: accuracy (top 1; the
 records have top 5, too), time, bytes sent by all workers, and a digest of the weights; and what crossed each boundary.
@@ -37,7 +40,8 @@ flags.DEFINE_integer("sub_batches", 4, "In how many parts the batch passes to th
 flags.DEFINE_enum("update", "step", ["step", "sub_batch"], "When the upper weights change.")
 flags.DEFINE_integer("image_size", 224, "Height and width of what the net sees, in pixels.", lower_bound=63)
 flags.DEFINE_float("width", 1.0, "Factor for the numbers of channels and units: for a quick try.", lower_bound=0.01)
-flags.DEFINE_float("learning_rate", 0.01, "Of SGD with momentum 0.9.", lower_bound=0.0)
+flags.DEFINE_enum("optimizer", "sgd", ["sgd", "adam"], "sgd: with momentum 0.9.")
+flags.DEFINE_float("learning_rate", 0.01, "Of the optimizer.", lower_bound=0.0)
 
 CLASSES = {"imagenet2012": 1000, "stand_in": 20}
 STAND_IN_IMAGES = 2048
@@ -91,10 +95,10 @@ def stand_in(seed: int) -> tuple:
     def image_of(number):
         rng = np.random.default_rng(int(number))
         label = int(number) % classes
-        height, width = rng.integers(240, 400, 2)
+        height, width = rng.integers(96, 160, 2)
         # Five hues, and stripes of four widths. Crops change the widths, by less than a factor of two mostly.
         hue, stripes = label % 5, label // 5
-        period = 6.0 * 2.2**stripes
+        period = 4.0 * 2.2**stripes
         across = np.arange(width)[None, :] + rng.uniform(-0.3, 0.3) * np.arange(height)[:, None]
         light = 0.5 + 0.5 * np.sin(2 * np.pi * across / period + rng.uniform(0, 6))
         colour = 0.5 + 0.5 * np.cos(2 * np.pi * (hue / 5 - np.arange(3) / 3))
@@ -162,7 +166,7 @@ def make_model(compression) -> HybridModel:
         )
 
     def fully_connected(units: int, name: str, **arguments):
-        arguments = {"activation": "relu", "kernel_initializer": "he_normal", **arguments}
+        arguments = {"activation": "relu", **arguments}
         return ColumnParallelDense(units, compression=compression, name=name, **arguments)
 
     lower = [
@@ -181,11 +185,17 @@ def make_model(compression) -> HybridModel:
         fully_connected(channels(4096), "fc6"),
         layers.Dropout(0.5),
         fully_connected(channels(4096), "fc7"),
-        fully_connected(CLASSES[FLAGS.dataset], "fc8", activation="softmax", kernel_initializer="glorot_uniform"),
+        fully_connected(CLASSES[FLAGS.dataset], "fc8", activation="softmax"),
     ]
     return HybridModel(
         lower, upper, FLAGS.sub_batches, FLAGS.update, compression=compression, gradient_compression=compression
     )
+
+
+def make_optimizer():
+    if FLAGS.optimizer == "adam":
+        return keras.optimizers.Adam(FLAGS.learning_rate)
+    return keras.optimizers.SGD(FLAGS.learning_rate, momentum=0.9)
 
 
 def train(compression_name: str, seed: int) -> dict:
@@ -194,7 +204,7 @@ def train(compression_name: str, seed: int) -> dict:
     images, test, steps = datasets(seed)
     model = make_model(common_parallel.compression(compression_name))
     model.compile(
-        keras.optimizers.SGD(FLAGS.learning_rate, momentum=0.9),
+        make_optimizer(),
         loss="sparse_categorical_crossentropy",
         metrics=["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(5, name="top_5_accuracy")],
     )

@@ -109,6 +109,17 @@ class Progress(keras.callbacks.Callback):
         self.run.end_epoch(logs["loss"])
 
 
+def fit(model, compression_name: str, seed: int, images, labels) -> tuple:
+    """Trains a compiled model; the Run of it, and what crosses its boundaries in a step."""
+    first = slice(FLAGS.batch_size)
+    boundaries = boundaries_of_a_step(lambda: model.train_on_batch(images[first], labels[first]))
+    model.make_train_function(force=True)  # that step's graph measures at each step; the next one does not
+    run = common.Run(compression_name, seed)
+    settings = {"batch_size": FLAGS.batch_size, "epochs": FLAGS.epochs, "verbose": 0}
+    model.fit(images, labels, callbacks=[Progress(run)], **settings)
+    return run, boundaries
+
+
 def record(run, test_accuracy: float, boundaries: list[dict], digest: str, **more) -> dict:
     """What there is to tell of a training."""
     activations = sum(row["sent_bytes"] for row in boundaries)

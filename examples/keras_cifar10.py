@@ -85,19 +85,7 @@ def train(compression_name: str, seed: int, images, labels, test) -> dict:
     keras.utils.set_random_seed(seed)
     model = make_model(common_parallel.compression(compression_name))
     model.compile(keras.optimizers.Adam(), loss="sparse_categorical_crossentropy", metrics=["accuracy"])
-    first = slice(FLAGS.batch_size)
-    boundaries = common_parallel.boundaries_of_a_step(lambda: model.train_on_batch(images[first], labels[first]))
-    model.make_train_function(force=True)  # that step's graph measures at each step; the next one does not
-
-    run = common.Run(compression_name, seed)
-    model.fit(
-        images,
-        labels,
-        batch_size=FLAGS.batch_size,
-        epochs=FLAGS.epochs,
-        verbose=0,
-        callbacks=[common_parallel.Progress(run)],
-    )
+    run, boundaries = common_parallel.fit(model, compression_name, seed, images, labels)
     results = model.evaluate(*test, batch_size=250, verbose=0, return_dict=True)
     return common_parallel.record(
         run,

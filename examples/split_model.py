@@ -66,19 +66,7 @@ def train(compression_name: str, seed: int, data, test) -> dict:
 
     images, labels = (array[model.replica_number :: FLAGS.replicas] for array in data)
     images, labels = (array[: len(data[0]) // FLAGS.replicas] for array in (images, labels))
-    batch = slice(FLAGS.batch_size)
-    boundaries = common_parallel.boundaries_of_a_step(lambda: model.train_on_batch(images[batch], labels[batch]))
-    model.make_train_function(force=True)  # that step's graph measures at each step; the next one does not
-
-    run = common.Run(compression_name, seed)
-    model.fit(
-        images,
-        labels,
-        batch_size=FLAGS.batch_size,
-        epochs=FLAGS.epochs,
-        verbose=0,
-        callbacks=[common_parallel.Progress(run)],
-    )
+    run, boundaries = common_parallel.fit(model, compression_name, seed, images, labels)
     outputs = model.predict(test[0], batch_size=1000, verbose=0)
     return common_parallel.record(
         run,

@@ -54,6 +54,10 @@ class Dropout(keras.layers.Layer):
         keep = tf.random.stateless_uniform(tf.shape(x), seed) >= self.rate
         return tf.where(keep, x * (1.0 / (1.0 - self.rate)), 0.0)
 
+    def get_config(self):
+        """For copies in this process, as `hvd8bit.parallel.merge` makes them."""
+        return {"rate": self.rate, "clock": self._clock, "place": self._place}
+
 
 class SplitDense(keras.layers.Layer):
     """A dense layer cut by outputs over played workers; every value that they would exchange is rounded.

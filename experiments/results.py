@@ -32,6 +32,7 @@ COLUMNS = (
     "workers",
     "exchange",
     "errors_percent",  # of each epoch, blanks between
+    "merged_errors_percent",  # of real workers' models, merged into one; see `experiments.training.Epoch`
     "losses",
     "training_seconds",
     "training_seconds_per_epoch",  # median
@@ -44,6 +45,10 @@ COLUMNS = (
     "threads",
     "versions",
 )
+
+
+_LATER = ("merged_errors_percent",)
+"""Columns that files which were written before do not have."""
 
 
 class Results:
@@ -68,9 +73,9 @@ class Results:
         text = self.path.read_text(encoding="utf-8")
         whole = text[: text.rfind("\n") + 1]
         reader = csv.DictReader(io.StringIO(whole))
-        if tuple(reader.fieldnames or ()) != COLUMNS:
+        if tuple(reader.fieldnames or ()) not in (COLUMNS, tuple(name for name in COLUMNS if name not in _LATER)):
             raise ValueError(f"{self.path}: columns must be {', '.join(COLUMNS)}; move the file away")
-        return list(reader)
+        return [{column: row.get(column, "") for column in COLUMNS} for row in reader]
 
     def rows_of(self, experiment: Experiment) -> list[dict[str, str]]:
         """Those made with the experiment's settings as they are now, by seed and in the order of its arms."""
@@ -108,12 +113,23 @@ class Results:
             yield
 
 
-def row(run: Run, *, errors_percent, losses, training_seconds, error_percent: float, weights: str, place: dict) -> dict:
+def row(
+    run: Run,
+    *,
+    errors_percent,
+    losses,
+    training_seconds,
+    error_percent: float,
+    weights: str,
+    place: dict,
+    merged_errors_percent=(),
+) -> dict:
     """A run's row.
 
     Args:
       run: what was run.
-      errors_percent, losses, training_seconds: of each epoch.
+      errors_percent, losses, training_seconds, merged_errors_percent: of each epoch; the last of models that were
+        merged, else empty.
       error_percent: the run's error.
       weights: digest of the trained weights.
       place: what `environment` says.
@@ -129,6 +145,7 @@ def row(run: Run, *, errors_percent, losses, training_seconds, error_percent: fl
         "workers": run.experiment.workers,
         "exchange": run.experiment.exchange,
         "errors_percent": _joined(errors_percent, "{:.6g}"),
+        "merged_errors_percent": _joined(merged_errors_percent, "{:.6g}"),
         "losses": _joined(losses, "{:.6g}"),
         "training_seconds": f"{sum(seconds):.1f}",
         "training_seconds_per_epoch": f"{seconds[len(seconds) // 2]:.3g}",

@@ -70,17 +70,20 @@ def _run(run: Run, loaded: data.Data, worker, show: Show, place: dict) -> dict:
 
     keras.backend.clear_session()
     training = Training(run.experiment, run.arm, run.seed, loaded, worker)
-    errors, losses, seconds = [], [], []
+    errors, losses, seconds, merged = [], [], [], []
     for epoch in training.epochs():
         errors.append(epoch.error_percent)
         losses.append(epoch.loss)
         seconds.append(epoch.training_seconds)
+        if epoch.merged_error_percent is not None:
+            merged.append(epoch.merged_error_percent)
         show.epoch(run, len(errors), epoch.error_percent, epoch.seconds)
     return results.row(
         run,
         errors_percent=errors,
         losses=losses,
         training_seconds=seconds,
+        merged_errors_percent=merged,
         error_percent=mean_error(errors, run.experiment.last_epochs),
         weights=training.digest(),
         place=place,

@@ -29,6 +29,13 @@ def errors_of(rows: Iterable[Row], arm: str) -> dict[int, float]:
     return {int(row["seed"]): float(row["error_percent"]) for row in rows if row["arm"] == arm}
 
 
+def of_merged(experiment: Experiment, rows: Iterable[Row]) -> list[Row]:
+    """The rows with the errors of the merged models in the place of their own."""
+    last = experiment.last_epochs
+    found = [(row, numbers(row["merged_errors_percent"])[-last:]) for row in rows]
+    return [{**row, "error_percent": f"{sum(errors) / last:.6g}"} for row, errors in found if len(errors) == last]
+
+
 def differences(rows: Sequence[Row], arm: str, beside: str) -> list[float]:
     """An arm's errors less those of another one, in points, for the seeds that both have."""
     own, other = errors_of(rows, arm), errors_of(rows, beside)

@@ -34,12 +34,21 @@ class Worker:
 
 @dataclasses.dataclass(frozen=True)
 class Epoch:
-    """What an epoch came to: test error in percent, mean training loss, seconds with and without the test."""
+    """What an epoch came to.
+
+    Attributes:
+      error_percent: of the test data, what part is named wrongly.
+      loss: mean of the training's.
+      seconds, training_seconds: with and without the test.
+      merged_error_percent: with a model that real workers share: the error of what `hvd8bit.parallel.merge` makes of
+        it, in one process, with nothing rounded.
+    """
 
     error_percent: float
     loss: float
     seconds: float
     training_seconds: float
+    merged_error_percent: float | None = None
 
 
 class Training:
@@ -91,13 +100,24 @@ class Training:
             loss = self._train(tf.constant(order, tf.int32), number * self.steps)
             trained = time.perf_counter()
             error = self.error_percent()
-            yield Epoch(error, loss, time.perf_counter() - started, trained - started)
+            merged = self.merged_error_percent() if self.worker and self.experiment.mode == "model" else None
+            yield Epoch(error, loss, time.perf_counter() - started, trained - started, merged)
 
     def error_percent(self) -> float:
         """Of the test data, what part is named wrongly."""
+        return self._percent(self._evaluate)
+
+    def merged_error_percent(self) -> float:
+        """The same of the plain model that the workers' parts make together. All workers must call it."""
+        from hvd8bit import parallel
+
+        plain = parallel.merge(self.net.upper)
+        return self._percent(lambda images, labels: self._errors(images, labels, [plain]))
+
+    def _percent(self, errors_of) -> float:
         images, labels = self.data.test_images, self.data.test_labels
         wrong = sum(
-            int(self._evaluate(tf.constant(images[at : at + TEST_BATCH]), tf.constant(labels[at : at + TEST_BATCH])))
+            int(errors_of(tf.constant(images[at : at + TEST_BATCH]), tf.constant(labels[at : at + TEST_BATCH])))
             for at in range(0, len(images), TEST_BATCH)
         )
         return 100.0 * wrong / len(images)
@@ -192,9 +212,9 @@ class Training:
     def _scaled(self, images):
         return tf.cast(images, tf.float32) * (1.0 / self.data.brightest)
 
-    def _errors(self, images, labels):
+    def _errors(self, images, labels, parts=None):
         x = self._scaled(images)
-        for model in self._models():
+        for model in parts or self._models():
             x = model(x, training=False)
         return tf.reduce_sum(tf.cast(tf.argmax(x, 1, tf.int32) != labels, tf.int32))
 

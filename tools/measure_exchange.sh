@@ -1,14 +1,14 @@
 #!/bin/sh
 # Measures the exchange, training and the codec on hosts that this machine plays, for docs/performance.md.
 #
-#   tools/measure_exchange.sh FOLDER [exchange | slices | prediction]...      default: exchange
+#   tools/measure_exchange.sh FOLDER [exchange | slices | prediction | hybrid]...      default: exchange
 #
 # exchange: what the page's tables show, under 10 minutes on 2 quiet cores. slices: other numbers of slices, about 10
 # minutes. prediction: gradient lists at four rates and with 2 and 3 hosts, for `hvd8bit predict --profile`, about 25
-# minutes. Needs root and iproute2 (see `hvd8bit bench netlab --help`), and a quiet machine: the hosts share its cores.
+# minutes. hybrid: steps of the hybrid scheme at 100 Mbit/s, 3 minutes. Needs root and iproute2 (see `hvd8bit bench netlab --help`), and a quiet machine: the hosts share its cores.
 set -eu
 
-folder=${1:?"usage: tools/measure_exchange.sh FOLDER [exchange | slices | prediction]..."}
+folder=${1:?"usage: tools/measure_exchange.sh FOLDER [exchange | slices | prediction | hybrid]..."}
 shift
 [ $# -gt 0 ] || set -- exchange
 mkdir -p "$folder"
@@ -67,11 +67,17 @@ prediction() {
     done
 }
 
+hybrid() {
+    # Each of the two hosts has one of this machine's cores.
+    TF_NUM_INTRAOP_THREADS=1 on_hosts 2 100mbit hybrid --sub-batches 1,4 --budget 120s \
+        --json "$folder/hybrid-2-hosts-100mbit.json"
+}
+
 for part in "$@"; do
     case $part in
-    exchange | slices | prediction) "$part" ;;
+    exchange | slices | prediction | hybrid) "$part" ;;
     *)
-        echo "tools/measure_exchange.sh: unknown part $part: exchange, slices or prediction" >&2
+        echo "tools/measure_exchange.sh: unknown part $part: exchange, slices, prediction or hybrid" >&2
         exit 2
         ;;
     esac

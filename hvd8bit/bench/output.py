@@ -84,6 +84,19 @@ TRAIN: Columns = (
     ("at the interface", _number("interface_bytes_per_step", "{:,.0f}")),
     ("beside", lambda r: "" if r.get("weights_finite", True) else "weights became infinite"),
 )
+HYBRID: Columns = (
+    ("compression", _plain("compression")),
+    ("sub-batches", _plain("sub_batches")),
+    ("step", _seconds("step_s")),
+    ("of none", _number("of_none", "{:.2f}")),
+    ("computation", _seconds("computation_s")),
+    ("exchange", _seconds("exchange_s")),
+    ("their sum", _seconds("sum_s")),
+    ("step / sum", _number("of_sum", "{:.2f}")),
+    ("spread", _number("spread", "{:.0%}")),
+    ("bytes/step", _number("sent_bytes_per_step", "{:,}")),
+    ("at the interface", _number("interface_bytes_of_step", "{:,.0f}")),
+)
 CODEC: Columns = (
     ("kernel", _plain("kernel")),
     ("back end", _plain("backend")),
@@ -105,7 +118,7 @@ NETLAB: Columns = (
     ("frames sent", _number("sent_frames", "{:,}")),
     ("frames received", _number("received_frames", "{:,}")),
 )
-COLUMNS = {"exchange": EXCHANGE, "train": TRAIN, "codec": CODEC, "netlab": NETLAB}
+COLUMNS = {"exchange": EXCHANGE, "train": TRAIN, "hybrid": HYBRID, "codec": CODEC, "netlab": NETLAB}
 
 
 def with_ratios(records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -215,6 +228,21 @@ def train_plot(records: Sequence[Record]) -> Any:
     return figure
 
 
+def hybrid_plot(records: Sequence[Record]) -> Any:
+    """A step's time, that of its computation, and of its exchange."""
+    figure, axes = _figure(3 * len(records))
+    parts = ("step", "computation", "exchange")
+    entries = [
+        (f"{r['compression']}, {r['sub_batches']} sub-batches: {part}", r[f"{part}_s"], r["compression"])
+        for r in records
+        for part in parts
+    ]
+    bars(axes, entries, units.show_seconds)
+    axes.set_xlabel("seconds")
+    axes.set_title(f"hybrid step, {_title(records[0])}")
+    return figure
+
+
 def codec_plot(records: Sequence[Record]) -> Any:
     """Nanoseconds per element of each kernel and back end, in cache and out of it."""
     placements = list(dict.fromkeys(r["placement"] for r in records))
@@ -251,7 +279,7 @@ def bars(axes: Any, entries: Sequence[tuple[str, float, str]], form: Callable[[f
         axes.spines[side].set_visible(False)
 
 
-PLOTS = {"exchange": exchange_plot, "train": train_plot, "codec": codec_plot}
+PLOTS = {"exchange": exchange_plot, "train": train_plot, "hybrid": hybrid_plot, "codec": codec_plot}
 
 
 def _title(record: Record) -> str:

@@ -16,6 +16,7 @@ from hvd8bit.speedup import units
 BENCHMARKS = {
     "exchange": "Sums over all workers",
     "train": "Training",
+    "hybrid": "Steps of the hybrid scheme",
     "codec": "The codec",
     "netlab": "Traffic of the hosts",
 }

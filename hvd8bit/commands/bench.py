@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
         description="Each benchmark verifies results before it times anything.",
     )
     benches = parser.add_subparsers(title="benchmarks", required=True, metavar="benchmark")
-    for add_bench in (_add_codec, _add_exchange, _add_train, _add_netlab, _add_report):
+    for add_bench in (_add_codec, _add_exchange, _add_train, _add_hybrid, _add_netlab, _add_report):
         add_bench(benches)
 
 
@@ -278,6 +278,56 @@ def _train(args: argparse.Namespace) -> int:
             )
             output.table(records, output.TRAIN, about, tables.console(to_stderr=args.json == "-"))
             _write(args, "train", records)
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------- hybrid
+
+
+def _add_hybrid(benches: Any) -> None:
+    parser = benches.add_parser(
+        "hybrid",
+        help="a step of HybridModel, its computation and its exchange: what overlaps; under horovodrun",
+        description="Run it on every worker: hvd8bit bench netlab -n 2 --rate 100mbit -- hvd8bit bench hybrid. Rank 0 "
+        "prints and writes. A small convolutional net below, fully connected layers above. 'computation' is the step "
+        "with what collectives bring put in from memory, 'exchange' its collectives alone.",
+    )
+    parser.add_argument(
+        "--batch-size", type=common.count, default=128, metavar="N", help="images of all workers (default: 128)"
+    )
+    parser.add_argument(
+        "--sub-batches", type=common.counts, default=[4], metavar="K,K,…", help="one after another (default: 4)"
+    )
+    parser.add_argument(
+        "--units", type=common.counts, default=[4096, 4096, 1000], metavar="U,U,…", help="(default: 4096,4096,1000)"
+    )
+    parser.add_argument("--compressions", type=_compressions, metavar="C,C", help="of none, eightbit (default: both)")
+    _add_rounds(parser, rounds=20, seconds=60.0)
+    common.add_outputs(parser, "bars of the three times")
+    parser.set_defaults(run=_hybrid)
+
+
+def _hybrid(args: argparse.Namespace) -> int:
+    with _worker("hybrid") as (rank, say):
+        from hvd8bit import tables
+        from hvd8bit.bench import hybrid, output, timing
+
+        settings = common.checked(
+            lambda: hybrid.Settings(
+                batch_size=args.batch_size,
+                sub_batches=tuple(args.sub_batches),
+                units=tuple(args.units),
+                compressions=args.compressions or hybrid.COMPRESSIONS,
+                rounds=args.rounds,
+                budget_s=args.budget,
+                rate_bit_per_s=timing.rate_bit_per_s(args.rate),
+            )
+        )
+        records = common.checked(lambda: hybrid.run(settings, say))
+        if rank == 0:
+            about = f"{records[0]['workers']} workers, {args.batch_size} images, link {output.rate(records[0])}"
+            output.table(records, output.HYBRID, about, tables.console(to_stderr=args.json == "-"))
+            _write(args, "hybrid", records)
     return 0
 
 

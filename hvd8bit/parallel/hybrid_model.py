@@ -22,7 +22,7 @@ _made: collections.Counter[str] = collections.Counter()
 _UPDATES = ("step", "sub_batch")
 
 
-class HybridModel(keras.Model):
+class HybridModel(keras_step.JointModel):
     """The lower layers data-parallel, the upper ones model-parallel: for nets whose upper layers hold the weights.
 
         lower = keras.Sequential([... convolutions ..., keras.layers.Flatten()])
@@ -157,24 +157,9 @@ class HybridModel(keras.Model):
                 # Callbacks that change the learning rate know of one optimizer.
                 self.upper_optimizer._learning_rate = self.optimizer._learning_rate
 
-    def fit(self, *args, callbacks=None, verbose="auto", **kwargs):
-        """As `keras.Model.fit`; rank 0 prints."""
-        return self._run(super().fit, args, kwargs, callbacks, verbose)
-
-    def evaluate(self, *args, callbacks=None, verbose="auto", **kwargs):
-        """As `keras.Model.evaluate`; rank 0 prints."""
-        return self._run(super().evaluate, args, kwargs, callbacks, verbose)
-
-    def predict(self, *args, callbacks=None, verbose="auto", **kwargs):
-        """As `keras.Model.predict`; rank 0 prints."""
-        return self._run(super().predict, args, kwargs, callbacks, verbose)
-
-    def _run(self, method, args, kwargs, callbacks, verbose):
+    def _workers(self) -> tuple[HorovodComm, str]:
         comm = self._hvd8bit.comm
-        if not isinstance(callbacks, keras.callbacks.CallbackList):  # else called by fit, which has checked
-            check = keras_step.CheckSteps(comm, f"rank {comm.rank()}")
-            callbacks = [check, *(callbacks if isinstance(callbacks, (list, tuple)) else [callbacks] * bool(callbacks))]
-        return method(*args, callbacks=callbacks, verbose=verbose if comm.rank() == 0 else 0, **kwargs)
+        return comm, f"rank {comm.rank()}"
 
     @_do_not_convert
     def train_step(self, data):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import keras
@@ -202,6 +203,38 @@ def is_failure_of_exchange(error: Exception) -> bool:
     return isinstance(error, (tf.errors.OpError, RuntimeError)) and any(
         sign in text for sign in ("Horovod", "onnection closed", "Gloo", "gloo", "hvd8bit_split", "hvd8bit_hybrid")
     )
+
+
+class JointModel(keras.Model):
+    """A model that several workers train together: all call the same methods for as many steps, and rank 0 prints."""
+
+    def fit(self, *args, callbacks=None, verbose="auto", **kwargs):
+        """As `keras.Model.fit`; rank 0 prints."""
+        return self._together(super().fit, args, kwargs, callbacks, verbose)
+
+    def evaluate(self, *args, callbacks=None, verbose="auto", **kwargs):
+        """As `keras.Model.evaluate`; rank 0 prints."""
+        return self._together(super().evaluate, args, kwargs, callbacks, verbose)
+
+    def predict(self, *args, callbacks=None, verbose="auto", **kwargs):
+        """As `keras.Model.predict`; rank 0 prints."""
+        return self._together(super().predict, args, kwargs, callbacks, verbose)
+
+    def _workers(self) -> tuple[HorovodComm, str]:
+        """All workers, and what to call this one."""
+        raise NotImplementedError
+
+    def _naming_failures(self):
+        """Around all of it: may make an exchange that fails tell where."""
+        return contextlib.nullcontext()
+
+    def _together(self, method, args, kwargs, callbacks, verbose):
+        comm, place = self._workers()
+        if not isinstance(callbacks, keras.callbacks.CallbackList):  # else called by fit, which has checked
+            given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks] * bool(callbacks)
+            callbacks = [CheckSteps(comm, place), *given]
+        with self._naming_failures():
+            return method(*args, callbacks=callbacks, verbose=verbose if comm.rank() == 0 else 0, **kwargs)
 
 
 class CheckSteps(keras.callbacks.Callback):

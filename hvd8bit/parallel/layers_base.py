@@ -150,6 +150,71 @@ class ParallelLayer(_KerasLayer):
             )
 
 
+class LayerWithKernel(ParallelLayer):
+    """One with a kernel, a bias and an activation, whose settings are those of Keras' own layers."""
+
+    def __init__(
+        self,
+        activation=None,
+        use_bias=True,
+        kernel_initializer="glorot_uniform",
+        bias_initializer="zeros",
+        **settings,
+    ):
+        super().__init__(**settings)
+        self.activation = self.keras.activations.get(activation)
+        self.use_bias = bool(use_bias)
+        self.kernel_initializer = self.keras.initializers.get(kernel_initializer)
+        self.bias_initializer = self.keras.initializers.get(bias_initializer)
+
+    def _add_kernel(self, shape, axis: int) -> None:
+        self.kernel = self._add_part("kernel", shape, axis, self.kernel_initializer)
+
+    def _add_bias(self, shape, axis: int | None) -> None:
+        self.bias = self._add_part("bias", shape, axis, self.bias_initializer) if self.use_bias else None
+
+    def get_config(self):
+        """As `ParallelLayer.get_config`."""
+        config = super().get_config()
+        config.update(
+            activation=self.keras.activations.serialize(self.activation),
+            use_bias=self.use_bias,
+            kernel_initializer=self.keras.initializers.serialize(self.kernel_initializer),
+            bias_initializer=self.keras.initializers.serialize(self.bias_initializer),
+        )
+        return config
+
+
+_NOT_BY_PARTS = ("softmax", "log_softmax", "sparsemax", "glu")
+"""Activations that look at the whole output, not at each element."""
+
+
+class ColumnParallel(LayerWithKernel):
+    """One that is split by its output's last dimension."""
+
+    def __init__(self, gather_output=True, **settings):
+        super().__init__(**settings)
+        self.gather_output = bool(gather_output)
+        name = getattr(self.activation, "__name__", "")
+        if not self.gather_output and name in _NOT_BY_PARTS:
+            raise ValueError(
+                f"activation must work element by element with gather_output=False, got {name!r}: a worker has a part "
+                "of the output only; leave gather_output, or put the activation behind the layer that joins the parts"
+            )
+
+    def _finish(self, y, units: int):
+        if self.gather_output:
+            y = self._gather(y, units)
+        return y if self.activation is None else self.activation(y)
+
+    def _own_units(self, units: int) -> int:
+        return units if self.gather_output else part_sizes(units, self.workers)[self.comm.rank()]
+
+    def get_config(self):
+        """As `ParallelLayer.get_config`."""
+        return {**super().get_config(), "gather_output": self.gather_output}
+
+
 def positive(argument: str, value) -> int:
     """The argument as an integer; raises ValueError unless it is one of at least 1."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:

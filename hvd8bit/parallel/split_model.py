@@ -28,7 +28,7 @@ _do_not_convert = tf.autograph.experimental.do_not_convert
 _made: collections.Counter[str] = collections.Counter()
 
 
-class SplitModel(keras.Model):
+class SplitModel(keras_step.JointModel):
     """A model in stages, each on a worker of its own: activations pass forward, error signals back, in 8 bits.
 
         stages = [make_lower_half, make_upper_half]             # or models, or lists of layers
@@ -202,25 +202,15 @@ class SplitModel(keras.Model):
         super().compile(optimizer, loss, **keras_step.checked_compile_arguments("SplitModel", arguments))
         keras_step.check_optimizer("SplitModel", self.optimizer, split=self._hvd8bit.place.stages > 1)
 
-    def fit(self, *args, callbacks=None, verbose="auto", **kwargs):
-        """As `keras.Model.fit`; rank 0 prints."""
-        return self._run(super().fit, args, kwargs, callbacks, verbose)
-
-    def evaluate(self, *args, callbacks=None, verbose="auto", **kwargs):
-        """As `keras.Model.evaluate`; rank 0 prints."""
-        return self._run(super().evaluate, args, kwargs, callbacks, verbose)
-
-    def predict(self, *args, callbacks=None, verbose="auto", **kwargs):
+    def predict(self, *args, **kwargs):
         """As `keras.Model.predict`; rank 0 prints, all workers of the pipeline get the outputs."""
-        return self._run(super().predict, args, kwargs, callbacks, verbose)
+        return super().predict(*args, **kwargs)
 
-    def _run(self, method, args, kwargs, callbacks, verbose):
-        wiring = self._hvd8bit
-        if not isinstance(callbacks, keras.callbacks.CallbackList):  # else called by fit, which has checked
-            check = keras_step.CheckSteps(wiring.everyone, wiring.place.describe())
-            callbacks = [check, *(callbacks if isinstance(callbacks, (list, tuple)) else [callbacks] * bool(callbacks))]
-        with wiring.naming_failures():
-            return method(*args, callbacks=callbacks, verbose=verbose if wiring.place.rank == 0 else 0, **kwargs)
+    def _workers(self) -> tuple[HorovodComm, str]:
+        return self._hvd8bit.everyone, self._hvd8bit.place.describe()
+
+    def _naming_failures(self):
+        return self._hvd8bit.naming_failures()
 
     @_do_not_convert
     def train_step(self, data):

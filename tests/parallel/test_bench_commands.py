@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import keras
 import launch
 import pytest
 
@@ -121,6 +122,60 @@ def test_a_wrong_sum_on_one_worker_is_an_error_on_all(measured):
         found = result.json(rank)
         assert found["codes"] == [0, 0]
         assert "a sum with dynamic_tree is wrong by" in found["raised"]
+
+
+HYBRID = """
+import sys
+import tensorflow as tf
+from hvd8bit import cli
+from hvd8bit.bench import hybrid
+
+folder = sys.argv[1]
+tiny = ["--units", "256,10", "--batch-size", "32", "--sub-batches", "2", "--rounds", "3", "--budget", "100ms"]
+assert cli.main(["bench", "hybrid", *tiny, "--json", folder + "/h.json", "--plot", folder + "/h.png"]) == 0
+assert cli.main(["bench", "hybrid", "--batch-size", "3"]) == 2
+
+right = hybrid._model
+def broken(settings, sub_batches, name):
+    model = right(settings, sub_batches, name)
+    if name == "eightbit":
+        compute_loss = model._objective
+        model._objective = lambda *arguments: 2.0 * compute_loss(*arguments)
+    return model
+hybrid._model = broken
+try:
+    hybrid.run(hybrid.Settings(batch_size=2, units=(10,), sub_batches=(1,)))
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@needs_lab
+@pytest.mark.skipif(keras.__version__ < "3", reason="for Keras 3")
+def test_hybrid_tells_step_computation_and_exchange_apart(tmp_path):
+    (tmp_path / "hybrid.py").write_text(HYBRID)
+    done = _netlab("-n", "2", "--rate", "100mbit", "--", sys.executable, str(tmp_path / "hybrid.py"), str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "2 workers, 32 images, link 100 Mbit/s" in done.stdout
+    assert "the first loss with 1 sub-batches, eightbit, is" in done.stdout
+    assert "batch_size must be a multiple of the 2 workers, got 3" in done.stderr
+    assert (tmp_path / "h.png").read_bytes().startswith(b"\x89PNG")
+    records = json.loads((tmp_path / "h.json").read_text())["results"]
+    assert [(r["sub_batches"], r["compression"]) for r in records] == [(2, "none"), (2, "eightbit")]
+    for r in records:
+        assert r["sum_s"] == r["computation_s"] + r["exchange_s"]
+        assert r["of_sum"] == r["step_s"] / r["sum_s"]
+        # The step sends what is counted, the exchange alone the same, the computation nothing but the barrier.
+        sent = r["sent_bytes_per_step"]
+        assert sent < r["interface_bytes_of_step"] < 1.1 * sent + 5000
+        assert r["interface_bytes_of_exchange"] == pytest.approx(r["interface_bytes_of_step"], rel=0.1, abs=5000)
+        assert r["interface_bytes_of_computation"] < 0.05 * sent + 5000
+        assert r["exchange_s"] > 0.7 * 8 * sent / 1e8 - 0.01
+    # Switch, outputs and error signals of layers of 256 and 10 units, above 4,096 features.
+    switch, outputs, errors = 2 * 16 * 4096, 32 * (128 + 5), 32 * 256
+    lower = sum((27 * 32, 32, 288 * 64, 64))
+    assert records[0]["sent_bytes_per_step"] == pytest.approx(4 * (switch + outputs + errors + lower), rel=0.02)
+    assert records[1]["sent_bytes_per_step"] < 0.4 * records[0]["sent_bytes_per_step"]
 
 
 def _netlab(*arguments: str, timeout: float = 200) -> subprocess.CompletedProcess:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hvd8bit import cli
 from hvd8bit import exchange as path
-from hvd8bit.bench import bitsandbytes, codec, codec_ops, exchange, netlab, output, report, timing, train
+from hvd8bit.bench import bitsandbytes, codec, codec_ops, exchange, hybrid, netlab, output, report, timing, train
 from hvd8bit.commands import bench
 from hvd8bit.datatypes import DATA_TYPES
 from hvd8bit.encoding import Encoding
@@ -95,6 +95,20 @@ def test_other_numbers_of_elements_are_usage_errors(text, capsys):
 def test_an_unknown_compression_is_named(settings, compressions):
     with pytest.raises(ValueError, match=r"compressions must be of none, fp16, .*, got (int4|none)$"):
         settings(compressions=compressions)
+
+
+def test_hybrid_has_two_compressions_alone():
+    with pytest.raises(ValueError, match=r"compressions must be of none, eightbit, got fp16$"):
+        hybrid.Settings(compressions=("none", "fp16"))
+
+
+def test_hybrid_times_nothing_if_nets_do_not_start_alike():
+    hybrid._check({(4, "none"): 2.0, (4, "eightbit"): 2.03})
+    for loss in (2.05, 1.95, math.nan, math.inf):
+        with pytest.raises(
+            RuntimeError, match=r"the first loss with 1 sub-batches, eightbit, is .*, not 2.0: not timed"
+        ):
+            hybrid._check({(4, "none"): 2.0, (1, "eightbit"): loss})
 
 
 def test_an_unknown_model_is_named():

@@ -126,6 +126,14 @@ def test_comparison_by_hand(experiment):
     assert "**fails**" in line_of(tables.comparison(experiment, rows, 0.15), "dynamic_tree, one scale per tensor")[5]
 
 
+def test_merged_models_have_errors_of_their_own(experiment):
+    short = dataclasses.replace(experiment, last_epochs=3)
+    rows = [a_row(short, "none", seed, error=5.0) for seed in range(2)]
+    rows[0]["merged_errors_percent"] = "9 9 1 2 3"
+    assert tables.errors_of(tables.of_merged(short, rows), "none") == {0: 2.0}
+    assert tables.errors_of(rows, "none") == {0: 5.0, 1: 5.0}
+
+
 def test_f_tests_take_the_paper_s_arms_and_whole_seeds(experiment):
     assert tables.paper_arms(experiment) == ["none", "linear/tensor", "dynamic_tree/tensor"]
     rows = [a_row(experiment, arm, seed, 2 + 0.1 * seed) for arm in experiment.arms for seed in (0, 1)]

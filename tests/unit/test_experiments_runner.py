@@ -214,6 +214,23 @@ def test_a_line_that_was_cut_off_is_no_row(tiny, tmp_path):
     assert store.path.read_text() == text
 
 
+def test_a_file_from_before_there_were_merged_models_is_read_and_gone_on_with(tiny, tmp_path):
+    store, runs = Results("tiny", tmp_path), [Run(tiny[0], "none", seed) for seed in (0, 1)]
+    store.add(a_row(runs[0]))
+    now = store.path.read_text()
+    place = COLUMNS.index("merged_errors_percent")
+    old = "".join(
+        ",".join(cells[:place] + cells[place + 1 :]) + "\n"
+        for cells in (line.replace("test, one", "test").replace('"', "").split(",") for line in now.splitlines())
+    )
+    store.path.write_text(old)
+    assert "merged_errors_percent" not in old
+    assert [row["merged_errors_percent"] for row in store.rows()] == [""]
+    store.add({**a_row(runs[1]), "merged_errors_percent": "3 2"})
+    assert [row["merged_errors_percent"] for row in store.rows()] == ["", "3 2"]
+    assert store.finished() == {run.key for run in runs}
+
+
 def test_a_file_with_other_columns_is_refused(tiny, tmp_path):
     store = Results("tiny", tmp_path)
     store.path.write_text("a,b\n1,2\n")
