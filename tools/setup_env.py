@@ -33,6 +33,8 @@ NO_XLA_FROM = (2, 19)
 XLA_OPS = "xla_mpi_ops.cc"
 DEFAULT_PACKAGE = "tensorflow-cpu"
 PYTHONS = ((3, 9), (3, 12))
+# There is no TensorFlow for others.
+PYTHONS_OF = {"2.15": ((3, 9), (3, 11)), "2.21": ((3, 10), (3, 12))}
 
 # What Horovod's own build reads. Its run-time variables (HOROVOD_STALL_...) must not start a new build.
 HOROVOD_BUILD_PREFIXES = (
@@ -104,12 +106,13 @@ def last_line(log: Path, begin: int) -> str:
 # ------------------------------------------------------------------------------------------------ the machine
 
 
-def check_machine() -> None:
-    """Stops with one line where a program of the machine is missing."""
-    low, high = PYTHONS
+def check_machine(tensorflow: str = DEFAULT_TENSORFLOW) -> None:
+    """Stops with one line where the Python is none for this TensorFlow or a program of the machine is missing."""
+    minor = ".".join(tensorflow.split(".")[:2])
+    low, high = PYTHONS_OF.get(minor, PYTHONS)
     if not low <= sys.version_info[:2] <= high:
         raise SetupError(
-            f"Python must be {low[0]}.{low[1]} to {high[0]}.{high[1]}, {sys.executable} is "
+            f"Python must be {low[0]}.{low[1]} to {high[0]}.{high[1]} for TensorFlow {minor}, {sys.executable} is "
             f"{platform.python_version()}: name another one with make setup PYTHON=python3.11"
         )
     missing = [name for name in ("g++", "make", "cmake") if shutil.which(name) is None]
@@ -369,7 +372,7 @@ def main() -> int:
         choices = choose(args, stamp)
         wanted = digest(choices)
         if stamp.get("digest") != wanted:
-            check_machine()
+            check_machine(choices["tensorflow"])
             start = time.monotonic()
             venv.create()
             stamp = venv.read_stamp()

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 import time
 
+import keras
 import launch
 import pytest
+
+pytestmark = pytest.mark.skipif(keras.__version__ < "3", reason="for Keras 3")
 
 SCRIPT = """
 import os, signal, sys, time

@@ -137,10 +137,22 @@ def test_missing_programs_are_named_with_the_line_that_installs_them(monkeypatch
     assert "\n" not in str(stopped.value)
 
 
-def test_python_out_of_range(monkeypatch):
-    monkeypatch.setattr(sys, "version_info", (3, 13, 0))
-    with pytest.raises(setup_env.SetupError, match=r"Python must be 3\.9 to 3\.12.*make setup PYTHON="):
-        setup_env.check_machine()
+@pytest.mark.parametrize(
+    ("python", "tensorflow", "range"),
+    [((3, 13), "2.18.1", "3.9 to 3.12"), ((3, 12), "2.15.1", "3.9 to 3.11"), ((3, 9), "2.21.0", "3.10 to 3.12")],
+)
+def test_python_out_of_range(monkeypatch, python, tensorflow, range):
+    monkeypatch.setattr(sys, "version_info", (*python, 0))
+    with pytest.raises(setup_env.SetupError, match=rf"Python must be {range} for TensorFlow .*make setup PYTHON="):
+        setup_env.check_machine(tensorflow)
+
+
+def test_the_newest_python_of_a_tensorflow(monkeypatch):
+    monkeypatch.setattr(setup_env.shutil, "which", lambda name: name)
+    monkeypatch.setattr(sys, "version_info", (3, 12, 0))
+    setup_env.check_machine("2.18.1")
+    monkeypatch.setattr(sys, "version_info", (3, 11, 0))
+    setup_env.check_machine("2.15.1")
 
 
 def test_progress_shows_makes_percentage(tmp_path):
