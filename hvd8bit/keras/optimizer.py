@@ -103,7 +103,11 @@ def DistributedOptimizer(
 
 
 def PartialDistributedOptimizer(optimizer, *, local_layers, **arguments):
-    """`DistributedOptimizer` with `local_layers`, under Horovod's name for it."""
+    """A `DistributedOptimizer` that leaves the gradients of some layers to each worker itself: Horovod's name for it.
+
+    Args:
+      optimizer, local_layers, **arguments: see `DistributedOptimizer`.
+    """
     return DistributedOptimizer(optimizer, local_layers=local_layers, **arguments)
 
 
