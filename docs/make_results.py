@@ -50,7 +50,7 @@ def all_tables(folder: pathlib.Path = FOLDER) -> dict[str, str]:
         "places": tables.places(r for s in stores.values() for r in s.rows()),
     }
     for id_, experiment in by_id.items():
-        if experiment.suite != "stress":
+        if experiment.suite not in CASES:
             margin = MARGINS.get(experiment.suite, 0.15)
             made[id_.replace("/", "-")] = tables.comparison(experiment, rows[id_], margin)
             made[f"{id_.replace('/', '-')}-converged"] = tables.converged(experiment, rows[id_])
@@ -59,9 +59,10 @@ def all_tables(folder: pathlib.Path = FOLDER) -> dict[str, str]:
                 made[f"{id_.replace('/', '-')}-merged"] = tables.comparison(experiment, merged, margin)
     paper = [by_id["mnist/data"], by_id["mnist/model"]]
     made["mnist-f"] = tables.f_table(paper, [rows[experiment.id] for experiment in paper])
-    stress = [experiment for experiment in experiments if experiment.suite == "stress"]
-    for what in ("error", "loss"):
-        made[f"stress-{what}"] = tables.stress(stress, [rows[experiment.id] for experiment in stress], what)
+    for suite in CASES:
+        cases = [experiment for experiment in experiments if experiment.suite == suite]
+        for what in ("error", "loss"):
+            made[f"{suite}-{what}"] = tables.stress(cases, [rows[experiment.id] for experiment in cases], what)
     real = [experiment for experiment in experiments if experiment.exchange == "real"]
     pairs = [(by_id[e.id.removesuffix("_real")], rows[e.id.removesuffix("_real")], e, rows[e.id]) for e in real]
     for suite in PLOTS:
@@ -72,6 +73,9 @@ def all_tables(folder: pathlib.Path = FOLDER) -> dict[str, str]:
     made["real"] = tables.real_beside_played(pairs)
     return made
 
+
+CASES = ("stress", "rounding")
+"""Suites of small cases with the same arms, which fit into one table."""
 
 MARGINS = {"cifar10": 1.0, "model_parallel": 0.25}
 """Suite -> what counts as no difference, in points."""

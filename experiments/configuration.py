@@ -8,6 +8,7 @@ of its arms and seeds. An arm is a way to treat what workers exchange, written a
     dynamic_tree/1024    8 bit, a scale for each block of 1024 elements
     dynamic_tree/tensor  8 bit, one scale for each tensor's part of a chunk: the paper's scaling by absolute maximum
     mantissa/1e0         8 bit, the paper's exponent offset 10^0
+    linear/64/stochastic the same kinds of 8 bit, with stochastic rounding
 """
 
 from __future__ import annotations
@@ -46,12 +47,13 @@ class Arm:
         """For tables."""
         if self.encoding is None:
             return {"none": "32 bit", "fp16": "fp16"}[self.text]
-        name, _, scaling = self.text.partition("/")
+        name, scaling, *rounding = self.text.split("/")
+        how = f"blocks of {scaling}"
         if scaling == "tensor":
-            return f"{name}, one scale per tensor"
-        if scaling.startswith("1e"):
-            return f"{name}, exponent offset {int(scaling[2:])}"
-        return f"{name}, blocks of {scaling}"
+            how = "one scale per tensor"
+        elif scaling.startswith("1e"):
+            how = f"exponent offset {int(scaling[2:])}"
+        return ", ".join([name, how, *rounding])
 
 
 def parse_arm(text: str) -> Arm:
@@ -62,18 +64,19 @@ def parse_arm(text: str) -> Arm:
     """
     if text in ("none", "fp16"):
         return Arm(text, None)
-    match = re.fullmatch(r"([a-z_]+)/(tensor|\d+|1e-?\d+)", text)
+    match = re.fullmatch(r"([a-z_]+)/(tensor|\d+|1e-?\d+)(?:/(stochastic))?", text)
     if match is None:
         raise ValueError(
-            "an arm must be none, fp16, or TYPE/BLOCK with a block size, tensor, or an exponent offset like 1e0, "
-            f"got {text!r}"
+            "an arm must be none, fp16, or TYPE/BLOCK with a block size, tensor, or an exponent offset like 1e0, and "
+            f"/stochastic after it for that rounding, got {text!r}"
         )
-    name, scaling = match.groups()
+    name, scaling, rounding = match.groups()
+    how: dict = {"rounding": rounding} if rounding else {}
     if scaling == "tensor":
-        return Arm(text, Encoding(name, block_size=None))
+        return Arm(text, Encoding(name, block_size=None, **how))
     if "e" in scaling:
-        return Arm(text, Encoding(name, scaling=float(scaling)))
-    return Arm(text, Encoding(name, block_size=int(scaling)))
+        return Arm(text, Encoding(name, scaling=float(scaling), **how))
+    return Arm(text, Encoding(name, block_size=int(scaling), **how))
 
 
 @dataclasses.dataclass(frozen=True)

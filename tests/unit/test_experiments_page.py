@@ -65,7 +65,7 @@ def test_the_page_shows_every_suite(make_results):
     for suite in configuration.suites():
         for experiment in configuration.load(suite):
             assert f"`{experiment.id}`" in text
-            if suite != "stress" and experiment.exchange == "rounding":
+            if suite not in make_results.CASES and experiment.exchange == "rounding":
                 assert f"<!-- table {experiment.id.replace('/', '-')} -->" in text
 
 

@@ -166,3 +166,20 @@ def test_a_local_layer_is_a_convolution_whose_weights_differ_from_place_to_place
         own = tf.reshape(kernel[row * 5 + column], (3, 3, 3, 6))
         expected = tf.nn.relu(tf.nn.conv2d(x, own, 1, "SAME"))[:, row, column]
         np.testing.assert_allclose(y[:, row, column], expected, atol=1e-5)
+
+
+def test_stochastic_rounding_is_unbiased_and_follows_the_seed():
+    arm = parse_arm("linear/tensor/stochastic")
+    assert arm.title == "linear, one scale per tensor, stochastic"
+    numbers = tf.constant([1.0, *[0.002] * 2000, 1.0])  # a 1 in either chunk; half a step is 0.004
+
+    def mean(of):
+        return float(tf.reduce_mean(rounding.exchange([[numbers]] * 2, of.encoding)[0][1:-1]))
+
+    tf.random.set_seed(1)
+    first, second = mean(arm), mean(arm)
+    tf.random.set_seed(1)
+    assert (first, second) == (mean(arm), mean(arm))
+    assert first != second
+    assert abs(first - 0.002) < 0.0005
+    assert mean(parse_arm("linear/tensor")) == 0.0
