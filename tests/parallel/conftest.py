@@ -14,6 +14,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 import launch
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """An outer test may run many cases, each of which has a limit of its own."""
+    for item in items:
+        outer = item.path.parent == launch.HERE and item.path.name.startswith("test_")
+        if outer and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(launch.CASES_TIMEOUT + 100))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Any:
     launch.outer_test = item

@@ -49,6 +49,9 @@ import pytest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
+CASES_TIMEOUT = 1500.0
+"""Seconds for a launch of many cases, on a busy machine. A hang ends by `case_timeout`, long before."""
+
 # Marks every process of a launch: horovodrun puts its workers into sessions of their own, so that a signal
 # to a process group does not reach them, but all of them inherit this variable.
 MARK_VARIABLE = "HVD8BIT_TEST_LAUNCH"
@@ -303,7 +306,7 @@ def run_cases(
     files: Sequence[str],
     workers: int,
     env: Mapping[str, str] | None = None,
-    timeout: float = 540,
+    timeout: float = CASES_TIMEOUT,
     case_timeout: float = 120,
     label: str = "",
 ) -> list[Case]:

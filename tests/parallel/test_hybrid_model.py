@@ -8,4 +8,4 @@ for_keras3 = pytest.mark.skipif(keras.__version__ < "3", reason="for Keras 3")
 @for_keras3
 @pytest.mark.parametrize("workers", [2])
 def test_hybrid_model(workers):
-    launch.run_cases(["cases_hybrid_model.py"], workers=workers, timeout=580)
+    launch.run_cases(["cases_hybrid_model.py"], workers=workers)

@@ -10,4 +10,4 @@ if importlib.util.find_spec("tf_keras") is not None:
 
 @pytest.mark.parametrize(("workers", "files"), [(1, FILES), (2, FILES), (3, [FILES[0], FILES[2]])], ids=["1", "2", "3"])
 def test_keras(workers, files):
-    launch.run_cases(files, workers=workers, timeout=580, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+    launch.run_cases(files, workers=workers, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})

@@ -15,7 +15,7 @@ def test_send_recv(workers):
 @for_keras3
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_split_model(workers):
-    launch.run_cases(["cases_split_model.py"], workers=workers, timeout=580)
+    launch.run_cases(["cases_split_model.py"], workers=workers)
 
 
 @for_keras3
