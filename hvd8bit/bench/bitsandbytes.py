@@ -20,8 +20,7 @@ BLOCK_SIZE = 1024
 def calls(x: np.ndarray) -> dict[str, Callable[[], object]]:
     """ "quantize" and "dequantize" of a float32 array on one thread; empty where bitsandbytes is not installed.
 
-    It takes a table of 256 values, here the dynamic tree's. It rounds by way of 65,536 even bins, so that some of them
-    are never written.
+    It takes a table of 256 values, here the dynamic tree's. Some of them it never writes, zero among them.
     """
     library = _library()
     if library is None:

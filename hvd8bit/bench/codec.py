@@ -46,7 +46,7 @@ class Timing:
       data_type: of the encoding, or "".
       elements: how many; placement: "in cache" or "out of cache".
       threads: how many worked on it.
-      ns_per_element: median, of CPU time for one thread's kernels, of time for ops; spread: (90th - 10th percentile) /
+      ns_per_element: median, of CPU time with one thread, by the clock with several; spread: (90th - 10th percentile) /
         median.
       gb_per_s: bytes of the floor over time, 10^9 bytes.
       of_memcpy: time over memcpy's, of the same elements in the same run.

@@ -25,6 +25,8 @@ def measure(
 ) -> dict[str, list[float]]:
     """Seconds of each run of "encode op", "decode op", their "... kernel" on one thread, and "memcpy", in turns.
 
+    Of CPU time with one thread, so that other programs do not count; by the clock with several.
+
     Args:
       elements: of one float32 tensor.
       data_type, block_size: of the encoding.
@@ -34,7 +36,7 @@ def measure(
     Raises:
       RuntimeError: the other Python failed; the message holds the end of what it wrote.
     """
-    settings = json.dumps([elements, data_type, block_size, repeats])
+    settings = json.dumps([elements, data_type, block_size, threads, repeats])
     done = subprocess.run(
         [sys.executable, "-m", "hvd8bit.bench.codec_ops", settings],
         env={**os.environ, THREADS_VARIABLE: str(threads), "TF_CPP_MIN_LOG_LEVEL": "3"},
@@ -47,7 +49,9 @@ def measure(
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _measure(elements: int, data_type: str, block_size: int | None, repeats: int) -> dict[str, list[float]]:
+def _measure(
+    elements: int, data_type: str, block_size: int | None, threads: int, repeats: int
+) -> dict[str, list[float]]:
     import tensorflow as tf
 
     from hvd8bit import native, ops
@@ -68,15 +72,16 @@ def _measure(elements: int, data_type: str, block_size: int | None, repeats: int
         "decode op": lambda: ops.decode_list([payload], [x], 1, encoding),
     }
     inner = max(1, 2_000_000 // elements)  # long enough for the clock
+    now = time.process_time if threads == 1 else time.perf_counter
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
     for _ in range(repeats):
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = now()
             for _ in range(inner):
                 call()
-            seconds[name].append((time.perf_counter() - start) / inner)
+            seconds[name].append((now() - start) / inner)
     if not np.array_equal(encoded, raw):
         raise RuntimeError("the op gives other bytes than the kernel")
     return seconds

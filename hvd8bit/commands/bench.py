@@ -121,7 +121,12 @@ def _codec(args: argparse.Namespace) -> int:
         native.load()
     timings = codec.run(sizes, args.data_types, args.block_size, args.rounds, _progress)
     records = [dataclasses.asdict(timing) for timing in timings]
-    output.table(records, output.CODEC, "One core, CPU time; ops: time", tables.console(to_stderr=args.json == "-"))
+    output.table(
+        records,
+        output.CODEC,
+        "CPU time; by the clock where there are several threads",
+        tables.console(to_stderr=args.json == "-"),
+    )
     _write(args, "codec", records)
     return 0
 
