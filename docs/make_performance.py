@@ -1,4 +1,6 @@
-"""Writes the tables of docs/performance.md from docs/measurements, what tools/measure_exchange.sh leaves.
+"""Writes the measured tables of docs/performance.md and docs/model-parallelism.md from docs/measurements.
+
+These files are what tools/measure_exchange.sh leaves.
 
     python docs/make_performance.py                     after new files have been put there
 
@@ -19,6 +21,7 @@ from hvd8bit.datatypes import DATA_TYPES
 from hvd8bit.speedup import Calibration, calibrate, units
 
 PAGE = pathlib.Path(__file__).with_name("performance.md")
+ALL_PAGES = (PAGE, PAGE.with_name("model-parallelism.md"))
 FOLDER = pathlib.Path(__file__).with_name("measurements")
 BITS = {"none": 32, **dict.fromkeys(DATA_TYPES, 8)}
 
@@ -42,12 +45,13 @@ def documents() -> list[report.Document]:
 
 
 def main() -> None:
-    report.fill_markdown(str(PAGE), documents())
-    print(f"{PAGE}: written")
+    for page in ALL_PAGES:
+        report.fill_markdown(str(page), documents())
+        print(f"{page}: written")
     with tempfile.TemporaryDirectory() as scratch:
-        page = pathlib.Path(scratch, "report.html")
-        page.write_text(report.html(report.read(str(FOLDER))), encoding="utf-8")
-        _photograph(page)
+        seen = pathlib.Path(scratch, "report.html")
+        seen.write_text(report.html(report.read(str(FOLDER))), encoding="utf-8")
+        _photograph(seen)
 
 
 def _photograph(page: pathlib.Path) -> None:

@@ -69,7 +69,7 @@ prediction() {
 
 hybrid() {
     # Each of the two hosts has one of this machine's cores.
-    TF_NUM_INTRAOP_THREADS=1 on_hosts 2 100mbit hybrid --sub-batches 1,4 --budget 120s \
+    TF_NUM_INTRAOP_THREADS=1 on_hosts 2 100mbit hybrid --sub-batches 1,4 --budget 90s \
         --json "$folder/hybrid-2-hosts-100mbit.json"
 }
 

@@ -166,6 +166,10 @@ def _check(losses: dict[tuple, float]) -> None:
             )
 
 
+_ONCE = "hvd8bit_plan"
+"""What the names of collectives start with that are no part of a step: workers compare what they are going to do."""
+
+
 class _Recorded:
     """What a step's collectives were given and brought, by their names, so that they can be left out, or run alone."""
 
@@ -187,20 +191,25 @@ class _Recorded:
         @tf.function(autograph=False)
         def run():
             brought = [call.again(f"alone_{name}") for name, call in ran.items()]
-            return tf.add_n([tf.size(tensor) for tensor in tf.nest.flatten(brought)])
+            # Of each a number that only running it can tell: what is not needed, or known, TensorFlow leaves out.
+            firsts = [tf.reshape(tensor, [-1])[:1] for tensor in tf.nest.flatten(brought)]
+            return tf.add_n([tf.reduce_sum(tf.cast(first, tf.float32)) for first in firsts])
 
         return run
 
     def _record(self, real: Callable) -> Callable:
         def collective(tensors, *, name, **options):
             brought = real(tensors, name=name, **options)
-            self._calls[name] = _Call(real, tensors, options, brought)
+            if not name.startswith(_ONCE):
+                self._calls[name] = _Call(real, tensors, options, brought)
             return brought
 
         return collective
 
     def _replay(self, real: Callable) -> Callable:
         def collective(tensors, *, name, **options):
+            if name.startswith(_ONCE):
+                return real(tensors, name=name, **options)
             # Not before this worker has what it would have to give.
             with tf.control_dependencies(tf.nest.flatten(tensors)):
                 return tf.nest.map_structure(tf.identity, self._calls[name].brought())

@@ -5,8 +5,8 @@ import pytest
 @pytest.mark.parametrize(
     "workers",
     [
+        1,
         2,
-        pytest.param(1, marks=pytest.mark.soak),
         pytest.param(3, marks=pytest.mark.soak),
         pytest.param(4, marks=pytest.mark.soak),
     ],

@@ -25,15 +25,20 @@ def make_performance():
         sys.path.remove(str(DOCS))
 
 
-def test_the_page_shows_what_was_measured(tmp_path, make_performance):
-    page = tmp_path / "performance.md"
-    shutil.copyfile(DOCS / "performance.md", page)
+PAGES = ["performance.md", "model-parallelism.md"]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_page_shows_what_was_measured(tmp_path, make_performance, name):
+    page = tmp_path / name
+    shutil.copyfile(DOCS / name, page)
     report.fill_markdown(str(page), make_performance.documents())
-    assert page.read_text() == (DOCS / "performance.md").read_text(), "run docs/make_performance.py"
+    assert page.read_text() == (DOCS / name).read_text(), "run docs/make_performance.py"
 
 
-def test_every_table_of_the_page_is_filled():
-    lines = (DOCS / "performance.md").read_text().splitlines()
+@pytest.mark.parametrize("name", PAGES)
+def test_every_table_of_the_page_is_filled(name):
+    lines = (DOCS / name).read_text().splitlines()
     starts = [number for number, line in enumerate(lines) if line.startswith("<!-- table ")]
     assert starts
     assert not [lines[number] for number in starts if lines[number + 1].startswith("<!-- end")]
@@ -64,3 +69,14 @@ def test_the_model_predicts_gradient_lists_and_rates_it_has_not_seen(make_perfor
     assert {row["gradients"] for row in document.results} == {"ResNet50", "alexnet"}
     for row in document.results:
         assert abs(int(row["error"].split()[0])) <= 15, row
+
+
+def test_a_hybrid_step_in_8_bits_is_short_and_hides_some_of_its_exchange():
+    records = json.loads((DOCS / "measurements" / "hybrid-2-hosts-100mbit.json").read_text())["results"]
+    by_case = {(r["sub_batches"], r["compression"]): r for r in records}
+    assert by_case[4, "eightbit"]["of_none"] <= 0.45
+    for r in records:
+        assert (r["workers"], r["batch_size"], r["rate_bit_per_s"]) == (2, 128, 1e8)
+        assert r["step_s"] < r["computation_s"] + r["exchange_s"]
+    for name in ("none", "eightbit"):
+        assert by_case[4, name]["of_sum"] < by_case[1, name]["of_sum"], "sub-batches overlap more"
