@@ -15,7 +15,7 @@ RUN := $(VENV)/bin
 CC_FILES = $(shell find tf_ops tests/cc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.inc' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-matrix soak bench-kernels experiments-quick lint format lock clean distclean
+.PHONY: help setup demo test test-oldest test-matrix soak bench-kernels experiments-quick lint format lock clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ demo: setup ## trains with 32- and 8-bit gradients on two workers and compares: 
 
 test: setup ## unit, structure and parallel tests
 	$(RUN)/python -m pytest tests/unit tests/structure tests/parallel
+
+test-oldest: ## a file of each folder of tests on TensorFlow 2.15, the oldest, in a copy of the tree: minutes
+	tools/test_matrix.sh --smoke 2.15
 
 test-matrix: ## all tests on TensorFlow 2.15, 2.18 and 2.21, each in a copy of the tree: an hour and more
 	tools/test_matrix.sh

@@ -5,6 +5,7 @@
 #   tools/test_matrix.sh [--smoke] [VERSION]...      default: 2.15 2.18 2.21
 #
 # --smoke: a file of each folder of tests, the parallel ones with 2 workers. Goes on after a failure; the status tells.
+# PYTHON: by default python3.11, where it is there: the one that all of them run on.
 set -euf
 
 cd "$(dirname "$0")/.."
@@ -16,6 +17,7 @@ if [ "${1:-}" = --smoke ]; then
     shift
 fi
 [ $# -gt 0 ] || set -- 2.15 2.18 2.21
+python=${PYTHON:-$(command -v python3.11 || command -v python3)}
 
 # What a commit of everything here would hold, and what it no longer holds.
 copy_tree() {
@@ -33,7 +35,7 @@ for version in "$@"; do
     copy_tree "$copy"
     echo "==> TensorFlow $version in $copy"
     # shellcheck disable=SC2086
-    if make -C "$copy" setup TF="$version" && (cd "$copy" && .venv/bin/python -m pytest $tests); then
+    if make -C "$copy" setup TF="$version" PYTHON="$python" && (cd "$copy" && .venv/bin/python -m pytest $tests); then
         echo "==> TensorFlow $version: passed"
     else
         echo "==> TensorFlow $version: FAILED"

@@ -6,6 +6,7 @@ While a `TelemetryCallback` is at work the traced step has a few ops more; witho
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import time
 from typing import Any
 
@@ -39,12 +40,20 @@ class TelemetryCallback(Callback):
     Args:
       log_dir: where TensorBoard looks.
       errors_every: every how many exchanges errors are taken; 0: never.
+
+    Raises:
+      ImportError: there is no TensorBoard; TensorFlow 2.21 does not bring it along.
     """
 
     def __init__(self, log_dir: str, errors_every: int = 100):
         super().__init__()
         if isinstance(errors_every, bool) or not isinstance(errors_every, int) or errors_every < 0:
             raise ValueError(f"errors_every must be an integer of at least 0, got {errors_every!r}")
+        # On every worker: were rank 0 alone to miss it, at the end of a step, the others would wait for it.
+        if importlib.util.find_spec("tensorboard") is None:
+            raise ImportError(
+                "TelemetryCallback writes for TensorBoard, which is not installed: pip install tensorboard"
+            )
         self.log_dir = log_dir
         self.errors_every = errors_every
         self._writer: Any = None

@@ -209,6 +209,36 @@ def test_a_session_of_tensorflow_1(hvd):
         assert np.all(session.run(weight) == -3 * np.float32((hvd.size() + 1) / 2))
 
 
+@pytest.mark.parametrize(
+    ("how", "min_elements"), [("wrapper", 0), ("wrapper", 1024), ("groups", 0), ("groups", 1024), ("bare", 1024)]
+)
+def test_many_small_gradients_take_few_collectives(hvd, how, min_elements):
+    """FIELD-CASES B6: 200 gradients of 64 elements travel together, or as they are; not by 400 collectives."""
+    if hvd.size() > 2:
+        pytest.skip("the graph is the same with two")  # and takes its time to trace
+    compression = hvd8bit.EightBit(min_elements=min_elements)
+    count = 50 if how == "bare" else 200  # one by one they take long to trace
+    variables = [tf.Variable(tf.zeros([64]), name=f"v{i}") for i in range(count)]
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(v) for v in variables])
+        if how == "wrapper":
+            tape = hvd8bit.DistributedGradientTape(tape, compression=compression)
+        else:
+            groups = {"groups": 1} if how == "groups" else {}
+            tape = hvd.DistributedGradientTape(tape, compression=compression, **groups)
+        return tape.gradient(loss, variables)
+
+    definition = step.get_concrete_function().graph.as_graph_def()
+    nodes = [*definition.node, *(node for f in definition.library.function for node in f.node_def)]
+    rounds = [node.op for node in nodes if node.op in ("HorovodAlltoall", "HorovodAllgather")]
+    assert len(rounds) <= 2
+    assert bool(rounds) == (min_elements == 0)
+    assert all(np.all(gradient.numpy() == 1) for gradient in step())
+
+
 # ---- which tensors ----
 
 

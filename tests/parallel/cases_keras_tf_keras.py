@@ -1,9 +1,10 @@
-"""Keras 2 (tf_keras) through hvd8bit.keras: the same calls as for Keras 3, in the same process."""
+"""Keras 2 through hvd8bit.keras: the same calls as for Keras 3, and in the same process where that is there."""
 
 from __future__ import annotations
 
 import zlib
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -12,7 +13,8 @@ import hvd8bit
 from hvd8bit import reduction
 from hvd8bit.keras import DistributedOptimizer, callbacks
 
-tf_keras = pytest.importorskip("tf_keras")
+# Up to TensorFlow 2.15 its own Keras is Keras 2.
+tf_keras = tf.keras if keras.__version__ < "3" else pytest.importorskip("tf_keras")
 
 
 @pytest.fixture(params=["none", "eightbit"])

@@ -212,6 +212,7 @@ def test_process_sets(hvd, monkeypatch):
         return
     members = [0, 2]
     some = hvd.add_process_set(members)
+    w = tf.Variable(tf.zeros([2000]))
     try:
         if hvd.rank() in members:
             x = tf.fill([2000], hvd.rank() + 1.0)
@@ -223,8 +224,17 @@ def test_process_sets(hvd, monkeypatch):
                 def reduce_list(t):
                     return reduce([t], process_set=some, scope="of_some")[0]
 
-                for call in (reduce_bare, reduce_list):
+                def reduce_tape(t, compression=ALL):
+                    with tf.GradientTape() as tape:
+                        loss = tf.reduce_sum(w * t)
+                    tape = hvd8bit.DistributedGradientTape(tape, process_set=some, compression=compression)
+                    return tape.gradient(loss, [w])[0]
+
+                for call in (reduce_bare, reduce_list, reduce_tape):
                     assert np.all((tf.function(call) if traced else call)(x).numpy() == 2.0)
+                of_all = ALL(process_set=hvd.global_process_set)
+                with pytest.raises(ValueError, match="process_set differs"):
+                    (tf.function(reduce_tape) if traced else reduce_tape)(x, of_all)
             assert np.all(hvd8bit.allreduce(x, process_set=some, name="of_some").numpy() == 2.0)
             with pytest.raises(ValueError, match=r"process_set|needs a sum or an average"):
                 hvd.allreduce(x, process_set=some, compression=ALL, name="of_some")

@@ -1,4 +1,4 @@
-"""Workers that go their own way: the others end within a minute, with a cause in their output."""
+"""Workers that die, or that go their own way: the others end within a minute, with a cause in their output."""
 
 from __future__ import annotations
 
@@ -6,6 +6,61 @@ import json
 
 import launch
 import pytest
+
+KILLED = """
+import json, os, signal, subprocess, sys, time
+
+folder, compressor = sys.argv[1:3]
+raised = [os.path.join(folder, f"{rank}.json") for rank in (0, 2)]
+if os.environ["HOROVOD_RANK"] == "1" and "child" not in sys.argv:
+    # The launcher sees this process, which goes on: it does not end the others.
+    ended = subprocess.run([sys.executable, __file__, folder, compressor, "child"]).returncode
+    killed = time.time()
+    while not all(map(os.path.exists, raised)) and time.time() < killed + 90:
+        time.sleep(0.1)
+    print(json.dumps({"ended": ended, "killed": killed}))
+    sys.exit()
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+import hvd8bit
+
+hvd.init()
+weights = [tf.Variable(tf.zeros([300_000])), tf.Variable(tf.zeros([2000]))]
+
+@tf.function
+def step():
+    with tf.GradientTape() as tape:
+        loss = tf.add_n([tf.reduce_sum(w) for w in weights])
+    if compressor == "bare":
+        return hvd.DistributedGradientTape(tape, compression=hvd8bit.EightBit).gradient(loss, weights)
+    return hvd8bit.DistributedGradientTape(tape).gradient(loss, weights)
+
+for number in range(10**6):
+    if number == 20 and hvd.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        step()
+    except Exception as error:
+        with open(os.path.join(folder, f"{hvd.rank()}.part"), "w") as file:
+            json.dump({"step": number, "time": time.time(), "error": f"{type(error).__name__}: {error}"}, file)
+        os.rename(file.name, os.path.join(folder, f"{hvd.rank()}.json"))
+        break
+"""
+
+
+@pytest.mark.parametrize("compressor", ["wrapper", "bare"])
+def test_workers_notice_that_another_is_killed(compressor, tmp_path):
+    """By themselves, when no launcher ends them."""
+    result = launch.run_python(KILLED, tmp_path, compressor, workers=3, timeout=150)
+    killed = result.json(1)
+    assert killed["ended"] == -9, result.describe()
+    for rank in (0, 2):
+        seen = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert 20 <= seen["step"] <= 21, seen
+        assert seen["time"] - killed["killed"] < 60, (seen, killed)
+        assert any(sign in seen["error"] for sign in ("Connection closed", "shut down", "Connection reset")), seen
+
 
 ALONE = """
 import json, sys, time

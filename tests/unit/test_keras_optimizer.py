@@ -434,3 +434,15 @@ def test_hooks_are_set_once():
     teaching.teach_loss_scale_optimizer()
     teaching.teach_auto_jit_compile()
     assert (keras.optimizers.LossScaleOptimizer.apply, keras.Model._resolve_auto_jit_compile) == before
+
+
+# ---- telemetry ----
+
+
+def test_telemetry_without_tensorboard_is_refused_on_every_worker(monkeypatch, tmp_path):
+    from hvd8bit.keras import telemetry
+
+    telemetry.TelemetryCallback(str(tmp_path))
+    monkeypatch.setattr(telemetry.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="not installed: pip install tensorboard"):
+        telemetry.TelemetryCallback(str(tmp_path))

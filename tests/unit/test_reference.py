@@ -70,7 +70,7 @@ def test_a_fixed_scale_saturates_and_grows_with_the_number_of_terms():
     codes, scale = reference.encode_block(x, Encoding("linear", scaling=100.0))
     assert scale == 100
     assert reference.decode_block(codes, scale, "linear").tolist() == [
-        np.float32(63 / 127) * 100,
+        np.float32(63 / 127) * np.float32(100),
         -100,
         100,
         0,
