@@ -165,11 +165,12 @@ def test_hybrid_tells_step_computation_and_exchange_apart(tmp_path):
     for r in records:
         assert r["sum_s"] == r["computation_s"] + r["exchange_s"]
         assert r["of_sum"] == r["step_s"] / r["sum_s"]
-        # The step sends what is counted, the exchange alone the same, the computation nothing but the barrier.
-        sent = r["sent_bytes_per_step"]
-        assert sent < r["interface_bytes_of_step"] < 1.1 * sent + 5000
-        assert r["interface_bytes_of_exchange"] == pytest.approx(r["interface_bytes_of_step"], rel=0.1, abs=5000)
-        assert r["interface_bytes_of_computation"] < 0.05 * sent + 5000
+        # The step sends what is counted, the exchange alone the same, the computation nothing but the barrier; and
+        # Horovod's workers talk every millisecond, so that a busy machine sends more.
+        sent, talk = r["sent_bytes_per_step"], 40_000
+        assert sent < r["interface_bytes_of_step"] < 1.1 * sent + talk
+        assert r["interface_bytes_of_exchange"] == pytest.approx(r["interface_bytes_of_step"], rel=0.1, abs=talk)
+        assert r["interface_bytes_of_computation"] < 0.05 * sent + talk
         assert r["exchange_s"] > 0.7 * 8 * sent / 1e8 - 0.01
     # Switch, outputs and error signals of layers of 256 and 10 units, above 4,096 features.
     switch, outputs, errors = 2 * 16 * 4096, 32 * (128 + 5), 32 * 256
