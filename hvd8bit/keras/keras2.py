@@ -54,7 +54,37 @@ def wrap_keras2(optimizer, *, groups, process_set, local_layers, **arguments):
         distributed._allreduce_grads = reduce
         if distributed._agg_helper is not None:
             distributed._agg_helper.allreduce_grads = reduce
+    _reduce_where_nobody_has(type(distributed))
     # Horovod itself keeps local variables out of what it hands on.
     for variable in [variable for layer in local_layers for variable in layer.trainable_weights]:
         distributed.register_local_var(variable)
     return distributed
+
+
+def _reduce_where_nobody_has(cls) -> None:
+    """Lets `apply_gradients` reduce what a loop of the user's own brings, as with Keras 3.
+
+    Horovod reduces where gradients are computed, in `fit`, `minimize` and `compute_gradients`; what goes to
+    `apply_gradients` from elsewhere, each of its workers would use alone.
+
+    Args:
+      cls: the class that Horovod has made for one optimizer.
+    """
+    apply_gradients = cls.apply_gradients
+
+    def reduce_and_apply(self, grads_and_vars, *args, **kwargs):
+        grads_and_vars = list(grads_and_vars)
+        # Horovod sets this where it reduces, in the graph that is being traced or just now.
+        reduced, self._aggregated_gradients = self._aggregated_gradients, False
+        if grads_and_vars and not reduced:
+            if self._agg_helper is not None:
+                raise ValueError(
+                    f"apply_gradients of optimizer {self.name!r} with backward_passes_per_step > 1 needs gradients "
+                    "that it has accumulated itself; use fit or minimize, or backward_passes_per_step=1"
+                )
+            gradients, variables = zip(*grads_and_vars)
+            grads_and_vars = list(zip(self._allreduce(gradients, variables), variables))
+            self._aggregated_gradients = False
+        return apply_gradients(self, grads_and_vars, *args, **kwargs)
+
+    cls.apply_gradients = reduce_and_apply

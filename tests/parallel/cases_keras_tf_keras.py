@@ -54,6 +54,35 @@ def test_fit_reduces_exactly_once(hvd, compression, op_name, groups):
     np.testing.assert_allclose(model.get_weights()[0], [[-expected]], rtol=1e-6)
 
 
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+@pytest.mark.parametrize("kind", ["new", "legacy"])
+@pytest.mark.parametrize("call", ["apply_gradients", "minimize"])
+def test_a_loop_of_ones_own_reduces_exactly_once(hvd, compression, call, kind, traced):
+    """FIELD-CASES K1: with Sum, a second reduction would show."""
+    sgd = (tf_keras.optimizers if kind == "new" else tf_keras.optimizers.legacy).SGD(1.0)
+    optimizer = DistributedOptimizer(sgd, compression=compression, op=hvd.Sum)
+    used, unused = tf.Variable(0.0), tf.Variable(1.0)
+
+    def step(factor):
+        if call == "minimize":
+            optimizer.minimize(lambda: factor * used, [used])
+            return
+        with tf.GradientTape() as tape:
+            loss = factor * used
+        optimizer.apply_gradients(zip(tape.gradient(loss, [used, unused]), [used, unused]))
+
+    step = tf.function(step) if traced else step
+    for _ in range(3):
+        step(tf.constant(hvd.rank() + 1.0))
+    assert (float(used), float(unused)) == (-3 * hvd.size() * (hvd.size() + 1) / 2, 1.0)
+
+
+def test_accumulation_needs_gradients_of_its_own(hvd):
+    optimizer = DistributedOptimizer(tf_keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+    with pytest.raises(ValueError, match="accumulated itself; use fit or minimize"):
+        optimizer.apply_gradients([(tf.constant(1.0), tf.Variable(0.0))])
+
+
 def test_legacy_optimizer(hvd, compression):
     model = small_model()
     model.compile(DistributedOptimizer(tf_keras.optimizers.legacy.Adam(0.01), compression=compression), loss="mse")

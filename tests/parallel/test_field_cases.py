@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import keras
 import launch
 import pytest
 
@@ -46,9 +45,6 @@ print(json.dumps(seen))
 """
 
 
-@pytest.mark.skipif(
-    keras.__version__ < "3", reason="Horovod's own optimizer of Keras 2 does not reduce in apply_gradients"
-)
 def test_nothing_of_the_old_world_is_left_after_a_restart():
     """FIELD-CASES D6."""
     result = launch.run_python(RESIZED, workers=3, timeout=120)
