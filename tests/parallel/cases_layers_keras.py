@@ -68,7 +68,7 @@ def test_mixed_precision(hvd):
     model.compile(keras.optimizers.SGD(0.1), loss="mse")
     losses = model.fit(x, x[:, :16], epochs=5, batch_size=32, shuffle=False, verbose=0).history["loss"]
     assert losses[-1] < losses[0]
-    assert difference(model(x), parallel.merge(model)(x)) <= 0.02
+    assert difference(model(x), parallel.merge(model)(x)) <= 0.02 * 2**0.5  # two layers, each within 2 %
 
 
 # ---- shapes ----
