@@ -225,6 +225,8 @@ def test_all_workers_start_from_the_same_lower_weights(hvd):
 
 
 def test_different_numbers_of_steps_are_an_error_before_the_first_one(hvd):
+    if hvd.size() == 1:
+        pytest.skip("one worker has nobody to differ from")
     model = make()
     x, y = make_data(12 if hvd.rank() == 0 else 8)
     message = r"as many steps.*1 epochs of 3 steps on rank 0.*1 epochs of 2 steps on rank 1"
@@ -269,5 +271,7 @@ def test_a_lower_part_that_gives_no_floats(hvd):
     ],
 )
 def test_what_compile_refuses(hvd, arguments, message):
+    if hvd.size() == 1 and "global_clipnorm" in message:
+        pytest.skip("one worker knows the norm of all gradients")
     with pytest.raises(ValueError, match=message):
         HybridModel(make_lower(), make_upper()).compile(**{"optimizer": "sgd", "loss": "mse", **arguments})

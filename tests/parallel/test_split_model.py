@@ -13,7 +13,7 @@ def test_send_recv(workers):
 
 
 @for_keras3
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("workers", [2, *(pytest.param(n, marks=pytest.mark.soak) for n in (3, 4))])
 def test_split_model(workers):
     launch.run_cases(["cases_split_model.py"], workers=workers)
 
