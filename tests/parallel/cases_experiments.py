@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 
 import keras
 import numpy as np
@@ -60,7 +59,6 @@ def test_without_codes_the_order_of_a_sum_is_all_that_differs(hvd, arm):
             assert np.abs(a.numpy() - b.numpy()).mean() < 0.05 * moved
 
 
-@pytest.mark.skipif(importlib.util.find_spec("hvd8bit.parallel") is None, reason="no hvd8bit.parallel")
 @pytest.mark.parametrize("arm", ["dynamic_tree/1024", "linear/tensor", "mantissa/1e1", "none"])
 def test_layers_that_are_cut_over_workers_come_to_the_same(hvd, arm):
     """Bit for bit where the order of a sum is ours; 32-bit error signals are added up in Horovod's."""
@@ -71,7 +69,8 @@ def test_layers_that_are_cut_over_workers_come_to_the_same(hvd, arm):
         assert real_epochs[-1].loss == pytest.approx(played_epochs[-1].loss, rel=1e-6)
     else:
         assert real_epochs[-1].loss == pytest.approx(played_epochs[-1].loss, rel=1e-3)
-    # Merged into one process nothing is rounded: a few images of 360 may be named otherwise, with the coarse type more.
+    # Merged into one process nothing is rounded: a few images of 360 may be named otherwise. mantissa/1e1 rounds
+    # activations by 7 % (RMS) where the others round by 1 %, so that it is more of them.
     points = {"none": 0.3, "mantissa/1e1": 4.0}.get(arm, 1.2)
     for epoch in real_epochs:
         assert epoch.merged_error_percent == pytest.approx(epoch.error_percent, abs=points)
