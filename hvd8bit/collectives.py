@@ -8,6 +8,7 @@ whose graphs are made for one number of workers, reads `size` and `rank` when th
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 
@@ -235,17 +236,23 @@ class HorovodComm:
         return [bytes(part.numpy()).decode() for part in tf.split(everything, sizes)]
 
     def gather_size(self, size: int, name: str) -> tf.Tensor:
-        """Every worker's number, in order of rank. Eager; not counted."""
-
-        @tf.function(autograph=False)  # eager collectives have no names of their own
-        def gather(own):
-            return self._hvd.allgather(own, name=name, ignore_name_scope=True, process_set=self.process_set)
-
-        return gather(tf.constant([size]))
+        """Every worker's number, in order of rank. Eager; not counted. There must be few different names."""
+        return _gather(self, name)(tf.constant([size]))
 
     def end_job(self) -> None:
         """Makes every collective that waits raise, on all workers; no other can be started."""
         self._hvd.shutdown()
+
+
+@functools.lru_cache(maxsize=64)
+def _gather(comm: HorovodComm, name: str):
+    """An allgather in a graph: eager collectives have no names of their own."""
+
+    @tf.function(autograph=False, reduce_retracing=True)
+    def gather(own):
+        return comm._hvd.allgather(own, name=name, ignore_name_scope=True, process_set=comm.process_set)
+
+    return gather
 
 
 def process_set_of(ranks: Sequence[int]):

@@ -321,7 +321,7 @@ def test_bare_compressor_with_other_shapes_or_settings(hvd, caplog):
         return
     r = hvd.rank()
     many = r"chunk from worker.*holds other tensors.*20"
-    for chosen in (ALL, ALL(exchange="allgather")):
+    for chosen in (ALL(exchange="scatter_reduce"), ALL(exchange="allgather")):
         for other, message in (
             (lambda c=chosen: hvd.allreduce(tf.ones([2000 + r]), compression=c), r"holds other tensors.*20"),
             (lambda c=chosen: hvd.allreduce(tf.ones([20, 100] if r else [100, 20]), compression=c), r"other tensors"),
@@ -334,6 +334,13 @@ def test_bare_compressor_with_other_shapes_or_settings(hvd, caplog):
         ):
             with pytest.raises(tf.errors.OpError, match=rf"(?s){message}"):
                 other()
+    # By itself one worker takes one round, where the other one takes two.
+    for call, message in (
+        (hvd.allreduce, r"exchange in different ways.*another one holds other tensors"),
+        (tf.function(hvd.allreduce), "Mismatched operations"),
+    ):
+        with pytest.raises(tf.errors.OpError, match=rf"(?s){message}"):
+            call(tf.ones([MANY_SLICES if r else 2000]), compression=ALL)
     with pytest.raises(tf.errors.InvalidArgumentError, match=r"(?s)other settings.*data_type"):
         hvd.allreduce(tf.ones([2000]), compression=ALL(data_type="linear" if r else "mantissa"))
     assert np.all(hvd.allreduce(tf.ones([2000]), compression=ALL).numpy() == 1)
