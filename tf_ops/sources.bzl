@@ -42,6 +42,7 @@ HEADERS = [
     "codec/format.h",
     "codec/layout.h",
     "codec/payload.h",
+    "kernels/huge_pages.h",
     "kernels/list_ops.h",
 ]
 

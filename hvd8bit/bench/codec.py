@@ -119,9 +119,8 @@ def _verify(encoding: Encoding) -> None:
 
 
 def _time_all(placement, elements, data_types, block_size, repeats) -> Iterator[Timing]:
-    x = np.random.default_rng(1).standard_normal(elements).astype(np.float32)
-    out = np.empty_like(x)
-    half = np.empty(elements, np.float16)
+    x, out = codec_ops.numbers(elements), codec_ops.empty(elements, np.float32)
+    half = codec_ops.empty(elements, np.float16)
     kernels: dict[tuple[str, str, str], Callable[[], object]] = {("memcpy", "", ""): lambda: np.copyto(out, x)}
 
     def cast():
@@ -172,7 +171,7 @@ def _timing(kernel, backend, data_type, elements, placement, threads, seconds, m
 
 def _kernels(backend: str, encoding: Encoding, x: np.ndarray, out: np.ndarray, stream: bool) -> dict:
     codes, scales = c_api.encode(backend, x, encoding)
-    encoded, total, rounded = ((np.empty_like(codes), np.empty_like(scales)) for _ in range(3))
+    encoded, total, rounded = ((codec_ops.empty(codes.size, np.uint8), np.empty_like(scales)) for _ in range(3))
     copies = [(codes.copy(), scales) for _ in range(SHARDS)]
     random = dataclasses.replace(encoding, rounding="stochastic")
     calls = {

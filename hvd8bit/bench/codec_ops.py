@@ -18,6 +18,7 @@ import numpy as np
 from hvd8bit.encoding import Encoding
 
 THREADS_VARIABLE = "TF_NUM_INTRAOP_THREADS"
+ALIGNMENT = 64
 
 
 def measure(
@@ -49,6 +50,20 @@ def measure(
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def empty(elements: int, dtype) -> np.ndarray:
+    """A vector that begins on a border of 64 bytes, as TensorFlow's tensors do, and NumPy's arrays do not."""
+    raw = np.empty(elements * np.dtype(dtype).itemsize + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + elements * np.dtype(dtype).itemsize].view(dtype)
+
+
+def numbers(elements: int) -> np.ndarray:
+    """float32, standard normal, on such a border."""
+    x = empty(elements, np.float32)
+    x[:] = np.random.default_rng(1).standard_normal(elements)
+    return x
+
+
 def _measure(
     elements: int, data_type: str, block_size: int | None, threads: int, repeats: int
 ) -> dict[str, list[float]]:
@@ -58,15 +73,16 @@ def _measure(
     from hvd8bit.c_api import Lists
 
     encoding = Encoding(data_type, block_size)
-    numbers = np.random.default_rng(1).standard_normal(elements).astype(np.float32)
-    x, copy = tf.constant(numbers), np.empty_like(numbers)
+    source, copy = numbers(elements), empty(elements, np.float32)
+    x = tf.constant(source)
     payload, _ = ops.encode_list([x], 1, encoding)
     lists = Lists(native.runnable_backends()[0], [("float32", elements)], 1, encoding)
-    raw, encoded = payload.numpy(), np.empty(payload.shape[0], np.uint8)
+    raw, encoded = empty(payload.shape[0], np.uint8), empty(payload.shape[0], np.uint8)
+    raw[:] = payload
 
     calls: dict[str, Callable[[], object]] = {
-        "memcpy": lambda: np.copyto(copy, numbers),
-        "encode kernel": lambda: lists.encode([numbers.ctypes.data], encoded.ctypes.data),
+        "memcpy": lambda: np.copyto(copy, source),
+        "encode kernel": lambda: lists.encode([source.ctypes.data], encoded.ctypes.data),
         "encode op": lambda: ops.encode_list([x], 1, encoding),
         "decode kernel": lambda: lists.decode([raw.ctypes.data], [raw.size], [copy.ctypes.data]),
         "decode op": lambda: ops.decode_list([payload], [x], 1, encoding),

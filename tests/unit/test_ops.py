@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pathlib
+import re
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -12,6 +15,7 @@ from hvd8bit.encoding import Encoding
 
 X = np.random.default_rng(11).standard_normal(300).astype(np.float32)
 ENCODING = Encoding(block_size=64)
+THP = pathlib.Path("/sys/kernel/mm/transparent_hugepage")
 
 
 def payload_of(tensors, shards=1, encoding=ENCODING, **part):
@@ -283,3 +287,27 @@ def test_the_last_of_more_than_2_to_the_31_elements():
         assert_same_numbers(tensor[:1024].numpy(), expected)
         assert_same_numbers(tensor[-1024:].numpy(), at_end)
         assert not np.any(tensor[1024:2048].numpy())
+
+
+@pytest.mark.skipif(not THP.exists(), reason="this system has no large pages that programs may ask for")
+def test_large_outputs_ask_for_large_pages():
+    """A gradient of 100 MB has 24,000 small pages; each is a fault when it is first written."""
+    elements = 8 * 2**20
+    x = tf.random.stateless_normal([elements], [1, 2])
+    payload, _ = ops.encode_list([x], 1, Encoding())
+    (decoded,) = ops.decode_list([payload], [x], 1, Encoding())
+    for output in (payload, decoded):
+        assert "hg" in flags_of_memory_at(output)
+
+
+def flags_of_memory_at(tensor) -> list[str]:
+    """What the kernel says of the memory in a tensor's middle."""
+    array = np.asarray(memoryview(tensor))  # no copy
+    address = array.ctypes.data + array.nbytes // 2
+    inside = False
+    for line in pathlib.Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError("no such memory")

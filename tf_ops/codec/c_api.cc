@@ -126,12 +126,14 @@ const char* hvd8bit_encode(const char* backend, const char* data_type, int64_t b
 
 const char* hvd8bit_decode(const char* backend, const char* data_type, int64_t block_size, int dtype,
                            const uint8_t* codes, const float* scales, int64_t n, int stream, void* out) {
-  return hvd8bit::ForBlocks(
+  const char* error = hvd8bit::ForBlocks(
       backend, data_type, block_size, 0.f, dtype, n,
       [&](const Backend& b, const Codebook& book, int64_t block, int64_t start, int64_t count) {
         b.decode(static_cast<DType>(dtype), codes + start, scales[block], count, book, out, start,
                  stream != 0);
       });
+  hvd8bit::FinishStreaming();
+  return error;
 }
 
 const char* hvd8bit_sum_and_encode(const char* backend, const char* data_type, int64_t block_size,

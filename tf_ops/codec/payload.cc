@@ -48,7 +48,8 @@ class BlockRow {
   }
 
   // Calls fn(piece, block of the piece, offset of its codes, offset of its chunk's scales) for each block,
-  // with the whole range of floats at work. `cost` is in cycles per element.
+  // with the whole range of floats at work; what it streams past the caches is seen by all afterwards. `cost`
+  // is in cycles per element.
   template <typename Fn>
   void ForEach(const ParallelFor& parallel_for, int64_t cost, Fn fn) const {
     if (blocks_ == 0) {
@@ -68,6 +69,7 @@ class BlockRow {
              row->scales);
         }
       }
+      FinishStreaming();
     });
   }
 

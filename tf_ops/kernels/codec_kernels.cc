@@ -1,4 +1,6 @@
 // The ops on CPUs.
+#include "tf_ops/codec/float_types.h"
+#include "tf_ops/kernels/huge_pages.h"
 #include "tf_ops/kernels/list_ops.h"
 
 namespace hvd8bit {
@@ -28,6 +30,11 @@ struct Cpu {
 
   static std::string Encode(OpKernelContext* ctx, const Plan& plan, const std::vector<Layout::Chunk>& chunks,
                             int64_t slice, const std::vector<const void*>& data, uint8_t* payload) {
+    int64_t bytes = 0;
+    for (const Layout::Chunk& chunk : chunks) {
+      bytes += chunk.Bytes();
+    }
+    AskForHugePages(payload, bytes);
     EncodeList(plan, chunks, slice, data, payload, OnTensorFlowsThreads(ctx));
     return "";
   }
@@ -43,6 +50,9 @@ struct Cpu {
                             const std::vector<std::vector<Layout::Chunk>>& slices,
                             const std::vector<const uint8_t*>& payloads, double factor,
                             const std::vector<void*>& out, const std::string& /*name*/) {
+    for (size_t i = 0; i < out.size(); ++i) {
+      AskForHugePages(out[i], plan.tensors[i].elements * DTypeBytes(plan.tensors[i].dtype));
+    }
     for (size_t slice = 0; slice < slices.size(); ++slice) {
       DecodeList(plan, slices[slice], payloads[slice], factor, out, OnTensorFlowsThreads(ctx));
     }

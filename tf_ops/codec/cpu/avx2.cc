@@ -98,7 +98,6 @@ void DecodeFloats(const uint8_t* codes, int64_t n, float scale, const Codebook& 
     }
     std::memcpy(out + at + i, line + i, (count - i) * sizeof(float));
   }
-  _mm_sfence();
 }
 
 void AddDecoded(const uint8_t* codes, int64_t n, float scale, const Codebook& book, float* sum) {

@@ -264,7 +264,6 @@ void DecodeFloats(const uint8_t* codes, int64_t n, float scale, const Codebook& 
     for (; i + kLanes <= n; i += kLanes) {
       _mm512_stream_ps(out + i, values.Decoded(Load16(codes + i), scales));
     }
-    _mm_sfence();
   } else {
     for (; i + kLanes <= n; i += kLanes) {
       _mm512_storeu_ps(out + i, values.Decoded(Load16(codes + i), scales));

@@ -5,6 +5,10 @@
 #include <cstdint>
 #include <string>
 
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
+
 #include "tf_ops/codec/codebook.h"
 #include "tf_ops/codec/dither.h"
 #include "tf_ops/codec/format.h"
@@ -20,7 +24,7 @@ struct Backend {
   void (*encode)(DType dtype, const void* x, int64_t start, int64_t n, const Codebook& book,
                  float fixed_scale, const Dither* dither, uint8_t* codes, float* scale);
   // n codes to elements [start, start + n) of a tensor at `out`. With `stream` the results bypass the caches,
-  // which pays for outputs that do not fit into them.
+  // which pays for outputs that do not fit into them; FinishStreaming comes before others look at them.
   void (*decode)(DType dtype, const uint8_t* codes, float scale, int64_t n, const Codebook& book, void* out,
                  int64_t start, bool stream);
   // Decodes `shards` blocks of n codes, adds them in order in float32, encodes the sum.
@@ -28,6 +32,14 @@ struct Backend {
                          const Codebook& book, float fixed_scale, const Dither* dither, uint8_t* out_codes,
                          float* out_scale);
 };
+
+// After decodes with `stream`, on the thread that ran them: once for many blocks, since it waits for the
+// memory.
+inline void FinishStreaming() {
+#if defined(__SSE__)
+  _mm_sfence();
+#endif
+}
 
 // The fastest back end that this CPU runs, or the one that HVD8BIT_CPU names. An error if it names none that
 // runs here. Decided once, at the first call.
