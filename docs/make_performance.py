@@ -10,14 +10,17 @@ report, too.
 
 from __future__ import annotations
 
+import json
 import pathlib
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
 
-from hvd8bit.bench import report
+from hvd8bit.bench import output, report
 from hvd8bit.datatypes import DATA_TYPES
+from hvd8bit.encoding import Encoding
+from hvd8bit.modes import ALLGATHER, MODES, SCATTER_REDUCE, choose
 from hvd8bit.speedup import Calibration, calibrate, units
 
 PAGE = pathlib.Path(__file__).with_name("performance.md")
@@ -28,7 +31,10 @@ BITS = {"none": 32, **dict.fromkeys(DATA_TYPES, 8)}
 
 def documents() -> list[report.Document]:
     """The folder's files, and the model's predictions beside them."""
-    found = report.read(str(FOLDER))
+    # Files of both modes show which of them is sooner, and nothing else.
+    found = [d for d in report.read(str(FOLDER)) if not d.name.startswith("modes-")]
+    if modes := list(FOLDER.glob("modes-*.json")):
+        found.append(report.Document("modes", "", modes_beside(sorted(modes)), {}, {}))
     profiles = [d for d in found if d.name.startswith("profile-")]
     lists = [r for d in found if d.name.startswith("prediction-") for r in d.results if r["compression"] in BITS]
     on_4 = _records(profiles, workers=(4,))
@@ -65,6 +71,26 @@ def _photograph(page: pathlib.Path) -> None:
         [browser, *options, f"--screenshot={picture}", page.as_uri()], check=True, capture_output=True, timeout=120
     )
     print(f"{picture}: written")
+
+
+def modes_beside(files: Sequence[pathlib.Path]) -> list[dict]:
+    """Both modes of exchange, size by size, of files that `bench exchange --exchanges` left."""
+    times: dict[tuple, dict[str, float]] = {}
+    for file in files:
+        for record in json.loads(file.read_text(encoding="utf-8"))["exchanges"]:
+            case = (record["workers"], output.rate(record), record["elements"])
+            times.setdefault(case, {})[record["exchange"]] = record["median_s"]
+    return [
+        {
+            "workers": workers,
+            "link": link,
+            "elements": elements,
+            **{mode: units.show_seconds(of[mode]) for mode in MODES},
+            "allgather / scatter_reduce": f"{of[ALLGATHER] / of[SCATTER_REDUCE]:.2f}",
+            "auto": choose("auto", (elements,), workers, Encoding.block_size),
+        }
+        for (workers, link, elements), of in times.items()
+    ]
 
 
 def _records(documents: Sequence[report.Document], workers: tuple[int, ...]) -> list[dict]:

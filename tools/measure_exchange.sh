@@ -1,14 +1,16 @@
 #!/bin/sh
 # Measures the exchange, training and the codec on hosts that this machine plays, for docs/performance.md.
 #
-#   tools/measure_exchange.sh FOLDER [exchange | slices | prediction | hybrid]...      default: exchange
+#   tools/measure_exchange.sh FOLDER [exchange | slices | modes | prediction | hybrid]...      default: exchange
 #
 # exchange: what the page's tables show, under 10 minutes on 2 quiet cores. slices: other numbers of slices, about 10
-# minutes. prediction: gradient lists at four rates and with 2 and 3 hosts, for `hvd8bit predict --profile`, about 25
-# minutes. hybrid: steps of the hybrid scheme at 100 Mbit/s, 3 minutes. Needs root and iproute2 (see `hvd8bit bench netlab --help`), and a quiet machine: the hosts share its cores.
+# minutes. modes: both ways to exchange, for `hvd8bit.modes`, about 4 minutes. prediction: gradient lists at four rates
+# and with 2 and 3 hosts, for `hvd8bit predict --profile`, about 25
+# minutes. hybrid: steps of the hybrid scheme at 100 Mbit/s, 3 minutes. Needs root and iproute2 (see
+# `hvd8bit bench netlab --help`), and a quiet machine: the hosts share its cores.
 set -eu
 
-folder=${1:?"usage: tools/measure_exchange.sh FOLDER [exchange | slices | prediction | hybrid]..."}
+folder=${1:?"usage: tools/measure_exchange.sh FOLDER [exchange | slices | modes | prediction | hybrid]..."}
 shift
 [ $# -gt 0 ] || set -- exchange
 mkdir -p "$folder"
@@ -52,6 +54,16 @@ slices() {
         --slices 1,2,4,8,16,24,32 --rounds 3 --json "$folder/slices-4-hosts-100mbit.json"
 }
 
+modes() {
+    for hosts in 2 4; do
+        for rate in unlimited 1gbit; do
+            on_hosts $hosts $rate exchange --elements 1Ki,4Ki,16Ki,64Ki,256Ki,1Mi --compressions none,dynamic_tree \
+                --exchanges scatter_reduce,allgather --sums-only --rounds 41 --budget 10s \
+                --json "$folder/modes-$hosts-hosts-$rate.json"
+        done
+    done
+}
+
 prediction() {
     for rate in 1gbit 500mbit 200mbit 100mbit; do
         for model in ResNet50 alexnet; do
@@ -75,9 +87,9 @@ hybrid() {
 
 for part in "$@"; do
     case $part in
-    exchange | slices | prediction | hybrid) "$part" ;;
+    exchange | slices | modes | prediction | hybrid) "$part" ;;
     *)
-        echo "tools/measure_exchange.sh: unknown part $part: exchange, slices, prediction or hybrid" >&2
+        echo "tools/measure_exchange.sh: unknown part $part: exchange, slices, modes, prediction or hybrid" >&2
         exit 2
         ;;
     esac
