@@ -11,6 +11,7 @@ report, too.
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import shutil
 import subprocess
@@ -27,6 +28,23 @@ PAGE = pathlib.Path(__file__).with_name("performance.md")
 ALL_PAGES = (PAGE, PAGE.with_name("model-parallelism.md"))
 FOLDER = pathlib.Path(__file__).with_name("measurements")
 BITS = {"none": 32, **dict.fromkeys(DATA_TYPES, 8)}
+AT_MOST = {
+    ("hvd8bit", 2, None): 1.15,
+    ("hvd8bit", 2, 2e8): 0.5,
+    ("hvd8bit", 4, 2e8): 0.4,
+    ("horovod_group", 2, None): 1.15,
+    ("horovod_group", 2, 2e8): 0.5,
+    ("horovod_group", 4, 2e8): 0.4,
+    ("horovod", 2, None): 1.4,
+    ("horovod", 2, 2e8): 0.6,
+    ("horovod", 4, 2e8): 0.6,
+}
+"""What a step of ResNet-50 in 8 bits is to take of an exact one: by optimizer, workers and bit/s of each link."""
+OPTIMIZERS = {
+    "hvd8bit": "hvd8bit's",
+    "horovod_group": "Horovod's, `groups=1`",
+    "horovod": "Horovod's",
+}
 
 
 def documents() -> list[report.Document]:
@@ -47,6 +65,9 @@ def documents() -> list[report.Document]:
     if on_4 and {record["workers"] for record in on_2_and_3} == {2, 3}:
         rows = beside(calibrate({"results": on_2_and_3}), on_4)
         found.append(report.Document("prediction-of-4-workers", "", rows, {}, {}))
+    rows = steps([d.results for d in found if d.name.startswith("train-resnet50-")])
+    if rows:
+        found.append(report.Document("resnet50", "", rows, {}, {}))
     return found
 
 
@@ -116,6 +137,47 @@ def beside(calibration: Calibration, records: Sequence[dict]) -> list[dict]:
             }
         )
     return rows
+
+
+def steps(runs: Sequence[Sequence[dict]]) -> list[dict]:
+    """A row for each run of `bench train` with none, eightbit and alone: what 8 bits take of the exact step."""
+    rows = {}
+    for run in runs:
+        by_name = {record["compression"]: record for record in run}
+        none, eightbit, alone = by_name["none"], by_name["eightbit"], by_name["alone"]
+        optimizer, workers, rate = none["optimizer"], none["workers"], none["rate_bit_per_s"]
+        ratio = eightbit["step_s"] / none["step_s"]
+        rows[workers, -(rate or math.inf), list(OPTIMIZERS).index(optimizer)] = {
+            "optimizer": OPTIMIZERS[optimizer],
+            "workers": workers,
+            "link": "not limited" if rate is None else units.show_bits_per_s(rate / 8),
+            "alone": units.show_seconds(alone["step_s"]),
+            "none": units.show_seconds(none["step_s"]),
+            "8 bit": units.show_seconds(eightbit["step_s"]),
+            "their spread": f"{none['spread']:.0%}, {eightbit['spread']:.0%}",
+            "8 bit / none": f"{ratio:.2f}",
+            "wanted": _wanted(ratio, AT_MOST.get((optimizer, workers, rate))),
+            "bytes alone": "" if rate is None else f"{_transfer(eightbit, alone) / _transfer(none, alone):.2f}",
+            "gradient bytes": f"{eightbit['gradient_bytes_per_step'] / _ring_bytes(none):.4f}",
+            "at the interface": f"{eightbit['interface_bytes_per_step'] / none['interface_bytes_per_step']:.4f}",
+        }
+    return [rows[key] for key in sorted(rows)]
+
+
+def _wanted(ratio: float, at_most: float | None) -> str:
+    if at_most is None:
+        return ""
+    return f"at most {at_most:.2f}{'' if round(ratio, 2) <= at_most else ': missed'}"
+
+
+def _transfer(record: dict, alone: dict) -> float:
+    """Seconds of a step whose bytes cross the link at its rate, after the computation."""
+    return alone["step_s"] + 8 * record["interface_bytes_per_step"] / record["rate_bit_per_s"]
+
+
+def _ring_bytes(record: dict) -> float:
+    """What a ring allreduce of all gradients in float32 makes a worker send."""
+    return 2 * (1 - 1 / record["workers"]) * 4 * record["parameters"]
 
 
 if __name__ == "__main__":

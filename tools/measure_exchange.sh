@@ -1,16 +1,18 @@
 #!/bin/sh
 # Measures the exchange, training and the codec on hosts that this machine plays, for docs/performance.md.
 #
-#   tools/measure_exchange.sh FOLDER [exchange | slices | modes | prediction | hybrid]...      default: exchange
+#   tools/measure_exchange.sh FOLDER [exchange | slices | modes | prediction | hybrid | resnet50]...   default: exchange
 #
 # exchange: what the page's tables show, under 10 minutes on 2 quiet cores. slices: other numbers of slices, about 10
-# minutes. modes: both ways to exchange, for `hvd8bit.modes`, about 4 minutes. prediction: gradient lists at four rates
-# and with 2 and 3 hosts, for `hvd8bit predict --profile`, about 25
-# minutes. hybrid: steps of the hybrid scheme at 100 Mbit/s, 3 minutes. Needs root and iproute2 (see
-# `hvd8bit bench netlab --help`), and a quiet machine: the hosts share its cores.
+# minutes. modes: both ways to exchange, for `hvd8bit.modes`, 2 minutes. prediction: gradient lists at four rates and
+# with 2 and 3 hosts, for `hvd8bit predict --profile`, about 25 minutes. hybrid: steps of the hybrid scheme at
+# 100 Mbit/s, 3 minutes. resnet50: steps of ResNet-50 with hvd8bit's optimizer and with Horovod's own, 20 minutes; one
+# link of them by resnet50-2-hosts-unlimited, resnet50-2-hosts-200mbit or resnet50-4-hosts-200mbit, and one optimizer by
+# OPTIMIZERS=horovod in the environment. Needs root and iproute2 (see `hvd8bit bench netlab --help`), and a quiet
+# machine: the hosts share its cores.
 set -eu
 
-folder=${1:?"usage: tools/measure_exchange.sh FOLDER [exchange | slices | modes | prediction | hybrid]..."}
+folder=${1:?"usage: tools/measure_exchange.sh FOLDER [exchange | slices | modes | prediction | hybrid | resnet50]..."}
 shift
 [ $# -gt 0 ] || set -- exchange
 mkdir -p "$folder"
@@ -58,7 +60,7 @@ modes() {
     for hosts in 2 4; do
         for rate in unlimited 1gbit; do
             on_hosts $hosts $rate exchange --elements 1Ki,4Ki,16Ki,64Ki,256Ki,1Mi --compressions none,dynamic_tree \
-                --exchanges scatter_reduce,allgather --sums-only --rounds 41 --budget 10s \
+                --exchanges scatter_reduce,allgather --sums-only --rounds 41 --budget 4s \
                 --json "$folder/modes-$hosts-hosts-$rate.json"
         done
     done
@@ -85,11 +87,29 @@ hybrid() {
         --json "$folder/hybrid-2-hosts-100mbit.json"
 }
 
+resnet50() {
+    for link in 2-hosts-unlimited 2-hosts-200mbit 4-hosts-200mbit; do
+        resnet50_on $link
+    done
+}
+
+resnet50_on() {
+    for optimizer in ${OPTIMIZERS:-hvd8bit horovod_group horovod}; do
+        keras_2=1
+        [ "$optimizer" != hvd8bit ] || keras_2=0
+        # Two hosts have one of this machine's cores each; four share two.
+        TF_NUM_INTRAOP_THREADS=1 TF_USE_LEGACY_KERAS=$keras_2 on_hosts "${1%%-*}" "${1##*-}" train --model ResNet50 \
+            --image-size 64 --batch-size 8 --compressions none,eightbit --optimizer "$optimizer" --rounds 25 \
+            --budget 25s --json "$folder/train-resnet50-$1-$optimizer.json"
+    done
+}
+
 for part in "$@"; do
     case $part in
-    exchange | slices | modes | prediction | hybrid) "$part" ;;
+    exchange | slices | modes | prediction | hybrid | resnet50) "$part" ;;
+    resnet50-2-hosts-unlimited | resnet50-2-hosts-200mbit | resnet50-4-hosts-200mbit) resnet50_on "${part#resnet50-}" ;;
     *)
-        echo "tools/measure_exchange.sh: unknown part $part: exchange, slices, modes, prediction or hybrid" >&2
+        echo "tools/measure_exchange.sh: unknown part $part: exchange, slices, modes, prediction, hybrid or resnet50" >&2
         exit 2
         ;;
     esac

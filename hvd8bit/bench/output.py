@@ -76,6 +76,7 @@ SLICES: Columns = (
 MODES: Columns = (("exchange", _plain("exchange")), *SLICES[1:])
 TRAIN: Columns = (
     ("compression", _plain("compression")),
+    ("optimizer", _plain("optimizer")),
     ("images/s", _number("images_per_s", "{:.1f}")),
     ("step", _seconds("step_s")),
     ("of alone", _number("of_alone", "{:.0%}")),
@@ -170,7 +171,7 @@ def table(records: Sequence[Record], columns: Columns, title: str, show: Any) ->
     show.print(shown)
 
 
-_WORDS = ("compression", "kernel", "back end", "data type", "placement", "host")
+_WORDS = ("compression", "optimizer", "kernel", "back end", "data type", "placement", "host")
 
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

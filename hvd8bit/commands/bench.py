@@ -253,6 +253,13 @@ def _add_train(benches: Any) -> None:
         metavar="C,C,…",
         help="of none, fp16, eightbit (default: all)",
     )
+    parser.add_argument(
+        "--optimizer",
+        default="hvd8bit",
+        metavar="O",
+        help="hvd8bit, or with Keras 2 (TF_USE_LEGACY_KERAS=1) Horovod's own: horovod, gradients one by one, or "
+        "horovod_group, with groups=1 (default: hvd8bit)",
+    )
     _add_rounds(parser, rounds=20, seconds=60.0)
     common.add_outputs(parser, "bars of the images per second")
     parser.set_defaults(run=_train)
@@ -269,6 +276,7 @@ def _train(args: argparse.Namespace) -> int:
                 image_size=args.image_size,
                 batch_size=args.batch_size,
                 compressions=args.compressions or train.COMPRESSIONS,
+                optimizer=args.optimizer,
                 rounds=args.rounds,
                 budget_s=args.budget,
                 rate_bit_per_s=timing.rate_bit_per_s(args.rate),

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import keras
@@ -107,6 +108,37 @@ def test_train_measures_each_compression_beside_none(measured):
         assert r["step_compute_s"] == by_name["alone"]["step_s"]
 
 
+HOROVODS = """
+import sys
+from hvd8bit import cli
+
+tiny = ["--model", "MobileNet", "--image-size", "32", "--batch-size", "2", "--rounds", "3", "--budget", "100ms"]
+for optimizer, compression in (("horovod", "none"), ("horovod_group", "eightbit")):
+    ours = ["--optimizer", optimizer, "--compressions", compression, "--json", f"{sys.argv[1]}/{compression}.json"]
+    assert cli.main(["bench", "train", *tiny, *ours]) == 0
+"""
+
+
+@needs_lab
+def test_train_with_horovods_own_optimizer_shows_what_has_passed_the_interface(tmp_path):
+    (tmp_path / "train.py").write_text(HOROVODS)
+    env = {"TF_USE_LEGACY_KERAS": "1"}
+    done = _netlab("-n", "2", "--", sys.executable, str(tmp_path / "train.py"), str(tmp_path), env=env)
+    assert done.returncode == 0, done.stderr
+    none, alone = json.loads((tmp_path / "none.json").read_text())["results"]
+    eightbit, alone_too = json.loads((tmp_path / "eightbit.json").read_text())["results"]
+    assert [r["compression"] for r in (none, alone, eightbit, alone_too)] == ["none", "alone", "eightbit", "alone"]
+    assert [r["optimizer"] for r in (none, alone, eightbit)] == ["horovod", "horovod", "horovod_group"]
+    assert (none["gradient_bytes_per_step"], alone["gradient_bytes_per_step"]) == (None, 0)
+    # What two workers' ring sends, and what Horovod's workers tell each other every millisecond.
+    exact, talk = 4 * none["parameters"], 300_000
+    assert exact < none["interface_bytes_per_step"] < 1.05 * exact + talk
+    sent = eightbit["gradient_bytes_per_step"]
+    assert 0.25 < sent / exact < 0.27
+    assert sent < eightbit["interface_bytes_per_step"] < 1.05 * sent + talk
+    assert alone["interface_bytes_per_step"] < talk
+
+
 def test_rank_0_alone_prints(measured):
     _, result = measured
     assert "20,000 elements, 2 workers, link 1 Gbit/s" in result.stdout(0)
@@ -179,11 +211,17 @@ def test_hybrid_tells_step_computation_and_exchange_apart(tmp_path):
     assert records[1]["sent_bytes_per_step"] < 0.4 * records[0]["sent_bytes_per_step"]
 
 
-def _netlab(*arguments: str, timeout: float = 200) -> subprocess.CompletedProcess:
+def _netlab(*arguments: str, timeout: float = 200, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "hvd8bit", "bench", "netlab", *arguments]
     path = os.pathsep.join(filter(None, [str(launch.ROOT), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run(command, env=env, check=False, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": path, **(env or {})},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
 
 
 @needs_lab

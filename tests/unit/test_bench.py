@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import math
 import os
 import re
 
+import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import hvd8bit
 from hvd8bit import cli
 from hvd8bit import exchange as path
 from hvd8bit.bench import bitsandbytes, codec, codec_ops, exchange, hybrid, netlab, output, report, timing, train
@@ -95,6 +98,47 @@ def test_other_numbers_of_elements_are_usage_errors(text, capsys):
 def test_an_unknown_compression_is_named(settings, compressions):
     with pytest.raises(ValueError, match=r"compressions must be of none, fp16, .*, got (int4|none)$"):
         settings(compressions=compressions)
+
+
+KERAS_3 = hasattr(tf.keras, "ops")
+
+
+def test_an_optimizer_is_hvd8bits_or_with_keras_2_horovods():
+    with pytest.raises(ValueError, match=r"optimizer must be one of hvd8bit, horovod, horovod_group, got 'other'"):
+        train.Settings(optimizer="other")
+    for name in ("horovod", "horovod_group"):
+        if KERAS_3:
+            with pytest.raises(ValueError, match=rf"must be hvd8bit with Keras 3, got {name}: .*TF_USE_LEGACY_KERAS=1"):
+                train.Settings(optimizer=name)
+        else:
+            assert train.Settings(optimizer=name).optimizer == name
+
+
+@pytest.mark.parametrize(
+    ("whose", "module", "groups"),
+    [
+        ("hvd8bit", "hvd8bit.keras", {}),
+        ("horovod", "horovod.tensorflow.keras", {}),
+        ("horovod_group", "horovod.tensorflow.keras", {"groups": 1}),
+    ],
+)
+def test_the_optimizer_that_was_asked_for_wraps(whose, module, groups, monkeypatch):
+    asked = []
+    for each in ("hvd8bit.keras", "horovod.tensorflow.keras"):
+        wrap = lambda optimizer, each=each, **settings: asked.append((each, optimizer, settings))  # noqa: E731
+        monkeypatch.setattr(importlib.import_module(each), "DistributedOptimizer", wrap)
+    for name, compression in (("fp16", hvd.Compression.fp16), ("eightbit", hvd8bit.EightBit)):
+        train._distributed(whose, "sgd", name)
+        settings = {"compression": compression, "name": f"bench_{name}", **groups}
+        assert asked.pop() == (module, "sgd", settings)
+        assert not asked
+
+
+def test_bytes_that_are_not_known_are_not_shown():
+    step = {"compression": "none", "optimizer": "horovod", "gradient_bytes_per_step": None}
+    heads, rows = output.cells([step, {**step, "compression": "alone", "gradient_bytes_per_step": 0}], output.TRAIN)
+    assert heads == ["compression", "optimizer", "gradient bytes/step"]
+    assert rows == [["none", "horovod", ""], ["alone", "horovod", "0"]]
 
 
 def test_hybrid_has_two_compressions_alone():

@@ -71,6 +71,50 @@ def test_the_model_predicts_gradient_lists_and_rates_it_has_not_seen(make_perfor
         assert abs(int(row["error"].split()[0])) <= 15, row
 
 
+def step(compression: str, step_s: float, sent: int, rate: float | None = 2e8, optimizer: str = "horovod") -> dict:
+    """As `bench train` writes it, of 1,000 parameters on two workers."""
+    of = {"optimizer": optimizer, "workers": 2, "rate_bit_per_s": rate, "parameters": 1000}
+    own = None if compression == "none" else sent
+    counted = {"gradient_bytes_per_step": own, "interface_bytes_per_step": sent * 1.25}
+    return {"compression": compression, "step_s": step_s, "spread": 0.1, **of, **counted}
+
+
+def test_rows_of_the_training_table(make_performance):
+    def run(rate, optimizer):
+        none, eightbit = step("none", 2.0, 4000, rate, optimizer), step("eightbit", 1.0, 1000, rate, optimizer)
+        return [none, eightbit, step("alone", 0.0001, 0, rate, optimizer)]
+
+    rows = make_performance.steps([run(2e8, "horovod"), run(2e8, "hvd8bit"), run(None, "horovod")])
+    # The faster link first, hvd8bit's optimizer first.
+    assert [(row["link"], row["optimizer"]) for row in rows] == [
+        ("not limited", "Horovod's"),
+        ("200 Mbit/s", "hvd8bit's"),
+        ("200 Mbit/s", "Horovod's"),
+    ]
+    assert [row["wanted"] for row in rows] == ["at most 1.40", "at most 0.50", "at most 0.60"]
+    (slow,) = make_performance.steps([[*run(None, "hvd8bit")[::2], step("eightbit", 2.4, 1000, None, "hvd8bit")]])
+    assert slow["wanted"] == "at most 1.15: missed"
+    assert {row["8 bit / none"] for row in rows} == {"0.50"}
+    assert {(row["gradient bytes"], row["at the interface"]) for row in rows} == {("0.2500", "0.2500")}
+    # 0.1 ms of computation, and 5,000 or 1,250 bytes at 25 MB/s: 0.2 or 0.05 ms.
+    assert [row["bytes alone"] for row in rows] == ["", "0.50", "0.50"]
+
+
+def test_a_step_of_resnet_50_is_as_short_as_was_wanted(make_performance):
+    (document,) = [document for document in make_performance.documents() if document.name == "resnet50"]
+    of = [(row["workers"], row["link"]) for row in document.results]
+    assert of == [(2, "not limited")] * 3 + [(2, "200 Mbit/s")] * 3 + [(4, "200 Mbit/s")] * 3
+    assert all(float(row["gradient bytes"]) <= 0.26 for row in document.results)
+    assert [row["optimizer"] for row in document.results] == [*make_performance.OPTIMIZERS.values()] * 3
+    missed = [(row["optimizer"], *of[k]) for k, row in enumerate(document.results) if "missed" in row["wanted"]]
+    assert missed == [
+        ("Horovod's", 2, "not limited"),
+        ("Horovod's", 2, "200 Mbit/s"),
+        ("Horovod's, `groups=1`", 4, "200 Mbit/s"),
+        ("Horovod's", 4, "200 Mbit/s"),
+    ], "what the page says is missed"
+
+
 def test_a_hybrid_step_in_8_bits_is_short_and_hides_some_of_its_exchange():
     records = json.loads((DOCS / "measurements" / "hybrid-2-hosts-100mbit.json").read_text())["results"]
     by_case = {(r["sub_batches"], r["compression"]): r for r in records}
