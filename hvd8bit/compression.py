@@ -28,6 +28,7 @@ from hvd8bit import collectives, modes
 from hvd8bit.collectives import HorovodComm
 from hvd8bit.encoding import Encoding
 from hvd8bit.exchange import differentiable_exchange
+from hvd8bit.graphs import let_branches_overlap
 from hvd8bit.selection import ENCODABLE, Selection
 
 _log = logging.getLogger("hvd8bit")
@@ -129,6 +130,7 @@ class EightBitCompressor(Compressor):
     def compress(self, tensor):
         """What Horovod is to reduce for `tensor`, and a context for `decompress`."""
         self.refuse_rules_of_wrappers()
+        let_branches_overlap()
         tensor = tf.convert_to_tensor(tensor)
         comm = HorovodComm(self.process_set)
         # In an elastic job the number of workers may grow under a graph that one worker alone has built.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import weakref
 from collections.abc import Iterator
 
 import tensorflow as tf
@@ -18,10 +20,50 @@ def unordered() -> Iterator[None]:
     something in different orders would wait for ever. For code without side effects but assertions and counters.
     """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    manager = getattr(graph, "experimental_acd_manager", None)
+    manager = _manager(graph)
     before = 0 if graph is None or manager is None else graph.num_operations()
     yield
     if graph is not None and manager is not None:
         for op in graph.get_operations()[before:]:
             if op._is_stateful and op.type not in ("ReadVariableOp", "ResourceGather"):
                 manager.run_independently(op)
+
+
+class _Last(threading.local):
+    """The branch that this thread was last seen to build."""
+
+    branch: weakref.ref | None = None
+    operations_before = 0
+
+
+_last = _Last()
+
+
+def let_branches_overlap() -> None:
+    """To be called in each of several branches (`tf.cond`) that need not run one after another.
+
+    Horovod puts each gradient's allreduce in a branch of its own. One that holds ops with a state, as an exchange does,
+    is an op with a state, and TensorFlow would start the next gradient's exchange when this one's has ended. That op
+    comes to be when its branch is complete: so a branch is freed by the call in the next one, and the last one stays as
+    it is, by itself.
+    """
+    if tf.executing_eagerly():
+        return
+    graph = tf.compat.v1.get_default_graph()
+    last = None if _last.branch is None else _last.branch()
+    if last is graph:
+        return
+    manager = None if last is None else _manager(last.outer_graph)  # none where that graph is complete, too
+    if last is not None and manager is not None:
+        for op in last.outer_graph.get_operations()[_last.operations_before :]:
+            if op.type == "If" and last.name in (op.get_attr("then_branch").name, op.get_attr("else_branch").name):
+                manager.run_independently(op)
+    _last.branch = None
+    outer = getattr(graph, "outer_graph", None)
+    if outer is not None and _manager(outer) is not None:
+        _last.branch, _last.operations_before = weakref.ref(graph), outer.num_operations()
+
+
+def _manager(graph):
+    """What puts a function's ops with a state in order; None where nothing does."""
+    return getattr(graph, "experimental_acd_manager", None)

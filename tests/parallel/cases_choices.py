@@ -239,6 +239,26 @@ def test_many_small_gradients_take_few_collectives(hvd, how, min_elements):
     assert all(np.all(gradient.numpy() == 1) for gradient in step())
 
 
+def test_horovods_branches_for_single_gradients_overlap(hvd):
+    """Each gradient's exchange is in a branch of its own, and none waits for another one's."""
+    variables = [tf.Variable(rank_values(hvd.rank(), [1500], seed=i)) for i in range(5)]
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(v * v) / 2 for v in variables])
+        tape = hvd.DistributedGradientTape(tape, compression=hvd8bit.EightBit(exchange="scatter_reduce"))
+        return tape.gradient(loss, variables)
+
+    branches = [op for op in step.get_concrete_function().graph.get_operations() if op.type == "If"]
+    assert len(branches) == 5
+    assert not any(other in branches for op in branches for other in op.control_inputs)
+    for _ in range(3):
+        for i, gradient in enumerate(step()):
+            values = of_all(hvd, lambda rank, i=i: [rank_values(rank, [1500], seed=i)])
+            assert np.array_equal(gradient, exchanged(values, ALL.encoding, exchange="scatter_reduce")[0])
+
+
 # ---- which tensors ----
 
 
