@@ -13,6 +13,7 @@ from typing import Callable
 import numpy as np
 
 from hvd8bit import datatypes
+from hvd8bit.bench import codec_ops
 
 BLOCK_SIZE = 1024
 
@@ -28,7 +29,7 @@ def calls(x: np.ndarray) -> dict[str, Callable[[], object]]:
     ctypes.CDLL("libgomp.so.1").omp_set_num_threads(1)  # what it shares its blocks by
     magnitudes = datatypes.codebook("dynamic_tree")
     table = np.concatenate([-magnitudes[::-1], magnitudes]).astype(np.float32)
-    codes, out = np.empty(x.size, np.uint8), np.empty_like(x)
+    codes, out = codec_ops.empty(x.size, np.uint8), codec_ops.empty(x.size, np.float32)
     scales = np.empty(-(-x.size // BLOCK_SIZE), np.float32)
 
     def call(function, source: np.ndarray, target: np.ndarray) -> Callable[[], object]:

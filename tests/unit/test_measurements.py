@@ -106,13 +106,7 @@ def test_a_step_of_resnet_50_is_as_short_as_was_wanted(make_performance):
     assert of == [(2, "not limited")] * 3 + [(2, "200 Mbit/s")] * 3 + [(4, "200 Mbit/s")] * 3
     assert all(float(row["gradient bytes"]) <= 0.26 for row in document.results)
     assert [row["optimizer"] for row in document.results] == [*make_performance.OPTIMIZERS.values()] * 3
-    missed = [(row["optimizer"], *of[k]) for k, row in enumerate(document.results) if "missed" in row["wanted"]]
-    assert missed == [
-        ("Horovod's", 2, "not limited"),
-        ("Horovod's", 2, "200 Mbit/s"),
-        ("Horovod's, `groups=1`", 4, "200 Mbit/s"),
-        ("Horovod's", 4, "200 Mbit/s"),
-    ], "what the page says is missed"
+    assert not [row for row in document.results if "missed" in row["wanted"]]
 
 
 def test_a_hybrid_step_in_8_bits_is_short_and_hides_some_of_its_exchange():
