@@ -30,6 +30,7 @@ def calls(x: np.ndarray) -> dict[str, Callable[[], object]]:
     magnitudes = datatypes.codebook("dynamic_tree")
     table = np.concatenate([-magnitudes[::-1], magnitudes]).astype(np.float32)
     codes, out = codec_ops.empty(x.size, np.uint8), codec_ops.empty(x.size, np.float32)
+    out.fill(np.nan)
     scales = np.empty(-(-x.size // BLOCK_SIZE), np.float32)
 
     def call(function, source: np.ndarray, target: np.ndarray) -> Callable[[], object]:

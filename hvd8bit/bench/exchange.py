@@ -281,7 +281,9 @@ class _Bench:
         recorded = _Recorded(self.comm)
 
         def exchange():
-            return path.exchange(self.encoded, self._encoding(name), recorded, factor=1.0, name="bench_recorded")
+            return path.exchange(
+                self.encoded, self._encoding(name), recorded, factor=1.0, name="bench_recorded", mode=self._mode()
+            )
 
         exchange()
         recorded.over = True
@@ -310,9 +312,23 @@ class _Bench:
 
         return lambda: exchange(self.encoded)
 
+    def _mode(self) -> str:
+        """How `EightBit` would exchange them by itself."""
+        sizes = tuple(x.shape.num_elements() for x in self.encoded)
+        return modes.choose("auto", sizes, self.workers, self.settings.block_size)
+
     def _bare(self) -> Callable[[], object]:
         """The exchange's bytes in its slices, all enqueued at once, and nothing else."""
         sizes = [int(tf.size(x)) for x in self.encoded]
+        if self._mode() == modes.ALLGATHER:
+            everything = Layout(sizes, 1, self.settings.block_size).total_bytes()
+            own = tf.constant(np.frombuffer(np.random.default_rng(self.rank).bytes(everything), np.uint8))
+
+            @tf.function(autograph=False)
+            def gather():
+                return self.comm.allgather(own, "bench_bare_allgather_0")
+
+            return lambda: gather()
         layout = Layout(sizes, self.workers, self.settings.block_size, self.slices)
         chunks = [[layout.chunk_bytes(k, s) for k in range(self.workers)] for s in range(self.slices)]
         random = np.random.default_rng(self.rank)
