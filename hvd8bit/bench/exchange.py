@@ -388,6 +388,7 @@ class _Bench:
             "encoded_elements": self.encoded_elements if eight_bit else 0,
             "slices": self.slices if eight_bit or name in (BARE, NO_COMMUNICATION) else None,
             "block_size": self.settings.block_size if eight_bit else None,
+            "exchange": self._mode() if eight_bit else None,
         }
 
 
