@@ -45,7 +45,7 @@ def let_branches_overlap() -> None:
     Horovod puts each gradient's allreduce in a branch of its own. One that holds ops with a state, as an exchange does,
     is an op with a state, and TensorFlow would start the next gradient's exchange when this one's has ended. That op
     comes to be when its branch is complete: so a branch is freed by the call in the next one, and the last one stays as
-    it is, by itself.
+    it is, by itself. So does one that reads or writes variables: there the order counts.
     """
     if tf.executing_eagerly():
         return
@@ -56,7 +56,9 @@ def let_branches_overlap() -> None:
     manager = None if last is None else _manager(last.outer_graph)  # none where that graph is complete, too
     if last is not None and manager is not None:
         for op in last.outer_graph.get_operations()[_last.operations_before :]:
-            if op.type == "If" and last.name in (op.get_attr("then_branch").name, op.get_attr("else_branch").name):
+            if op.type != "If" or any(x.dtype == tf.resource for x in op.inputs):
+                continue
+            if last.name in (op.get_attr("then_branch").name, op.get_attr("else_branch").name):
                 manager.run_independently(op)
     _last.branch = None
     outer = getattr(graph, "outer_graph", None)

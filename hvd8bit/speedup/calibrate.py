@@ -26,6 +26,7 @@ import numpy as np
 
 from hvd8bit.datatypes import DATA_TYPES
 from hvd8bit.encoding import Encoding
+from hvd8bit.modes import ALLGATHER
 from hvd8bit.speedup.cluster import Cluster, Coding, Cost, Link, Transport
 from hvd8bit.speedup.predict import BUCKET_ELEMENTS
 
@@ -251,7 +252,7 @@ def _records(profile: Mapping[str, Any]) -> list[dict[str, Any]]:
             if not isinstance(value, (int, float)) or not value > 0:
                 raise ValueError(f"{key} of record {number} of the profile must be above 0, got {value!r}")
         # The model knows two rounds; small sums take one, by an allgather.
-        if record["workers"] > 1 and not _sent_float32(record) and record.get("exchange") != "allgather":
+        if record["workers"] > 1 and not _sent_float32(record) and record.get("exchange") != ALLGATHER:
             records.append(record)
     if not records:
         raise ValueError(

@@ -12,15 +12,15 @@ PACKAGE = ROOT / "hvd8bit"
 
 LEVELS = {
     0: ["datatypes"],
-    1: ["encoding", "layout", "wire", "reference", "native", "speedup", "graphs", "stall", "loopback"],
-    2: ["dither", "ops", "c_api", "counting", "collectives", "modes", "selection", "variables", "gathered"],
+    1: ["encoding", "layout", "modes", "wire", "reference", "native", "speedup", "graphs", "stall", "loopback"],
+    2: ["dither", "ops", "c_api", "counting", "collectives", "selection", "variables", "gathered"],
     3: ["exchange", "activations"],
     4: ["compression", "planning", "reduction", "api", "tape", "summaries", "keras", "parallel"],
     5: ["bench", "doctor", "errors", "keras_workload", "plots", "tables", "commands", "cli", "__main__"],
 }
 """Level -> files and folders of hvd8bit/. A new one gets a place here, the lowest that its imports allow."""
 
-WITHOUT_TENSORFLOW = ("datatypes", "encoding", "layout", "wire", "reference", "speedup")
+WITHOUT_TENSORFLOW = ("datatypes", "encoding", "layout", "modes", "wire", "reference", "speedup")
 
 # Names of Horovod's that move no bytes: any file may use them.
 CONSTANTS = {

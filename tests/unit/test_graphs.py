@@ -57,3 +57,18 @@ def test_other_functions_are_left_alone():
     let_branches_overlap()  # eager
     ops, _ = branches_of(3, overlap=False)
     assert waits(ops) == 2
+
+
+def test_branches_with_variables_keep_their_order():
+    v = tf.Variable(1.0)
+
+    def add(x):
+        let_branches_overlap()
+        return v.assign_add(x) + tf.random.uniform([])
+
+    @tf.function(autograph=False)
+    def run(x, on):
+        return [tf.cond(on, lambda: add(x), lambda: x) for _ in range(3)]
+
+    graph = run.get_concrete_function(tf.TensorSpec([]), tf.TensorSpec([], tf.bool)).graph
+    assert waits([op for op in graph.get_operations() if op.type == "If"]) == 2

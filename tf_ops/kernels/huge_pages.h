@@ -1,4 +1,4 @@
-// Large outputs in large pages, where the system leaves that to programs (as Linux does by default).
+// Large outputs in large pages, where the system leaves that to programs (Linux: `madvise`).
 //
 // A page of 4 KiB costs a fault when it is first written and an entry of the TLB each time it is passed; one
 // of 2 MiB costs the same. NumPy asks for them, too; TensorFlow's allocator does not.
