@@ -135,10 +135,9 @@ class HorovodComm:
         """Horovod's own allreduce of tensors of one dtype, as one group; not through hvd8bit's codec."""
         compression = compression or self._hvd.Compression.none
         width = 2 if compression is self._hvd.Compression.fp16 else tensors[0].dtype.size
-        for tensor in tensors:
-            self.count_ring(tensor, width)
+        self.count_ring(tensors, width)
         return self._hvd.grouped_allreduce(
-            [self._when_it_runs(tensor) for tensor in tensors],
+            self._when_they_run(tensors),
             op=op,
             prescale_factor=prescale_factor,
             postscale_factor=postscale_factor,
@@ -149,28 +148,37 @@ class HorovodComm:
         )
 
     def _when_it_runs(self, tensor) -> tf.Tensor:
-        """The same tensor, but no constant.
+        return self._when_they_run([tensor])[0]
+
+    def _when_they_run(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The same tensors, but no constants.
 
         Horovod's ops are not stateful: with constant input TensorFlow's optimizer would run them once, when it likes,
         and keep what came of it.
         """
         if tf.executing_eagerly():
-            return tensor
+            return list(tensors)
         zero = tf.minimum(self.size_tensor(), 0)
-        if not tensor.shape.rank:
-            return tf.reshape(tf.reshape(tensor, [-1])[zero:], tf.shape(tensor))
-        same = tensor[zero:]  # no copy
-        same.set_shape(tensor.shape)
-        return same
+
+        def from_zero(tensor):
+            if not tensor.shape.rank:
+                return tf.reshape(tf.reshape(tensor, [-1])[zero:], tf.shape(tensor))
+            same = tensor[zero:]  # no copy
+            same.set_shape(tensor.shape)
+            return same
+
+        return [from_zero(tensor) for tensor in tensors]
 
     def _called(self, name: str) -> str:
         """The name of a collective. `hvd.elastic.run` knows by this word in an error that a worker was lost."""
         return f"HorovodAllreduce_{name}" if elastic() else name
 
-    def count_ring(self, tensor, element_bytes: int) -> None:
-        """Counts what a ring allreduce of the tensor makes this worker send: for what Horovod itself reduces."""
+    def count_ring(self, tensors, element_bytes: int) -> None:
+        """Counts what a ring allreduce of the tensors makes this worker send: for what Horovod itself reduces."""
+        known = [tensor.shape.num_elements() for tensor in tensors]
+        sizes = [tf.size(t, out_type=tf.int64) if n is None else n for t, n in zip(tensors, known)]
         size = tf.cast(self.size_tensor(), tf.int64)
-        count(2 * (size - 1) * element_bytes * tf.size(tensor, out_type=tf.int64) // size)
+        count(2 * (size - 1) * element_bytes * sum(sizes) // size)
 
     def gather_rows(self, rows, name: str) -> tf.Tensor:
         """All workers' rows, exactly, in order of rank; any dtype, [rows, ...] with the same [...] on all workers."""

@@ -144,7 +144,7 @@ class EightBitCompressor(Compressor):
         if reason is not None:
             _log_once(f"sent as they are: tensors with {reason}")
             passed, context = self._pass(tensor)
-            comm.count_ring(passed, passed.dtype.size)
+            comm.count_ring([passed], passed.dtype.size)
             return passed, context
         handle = _Handle(tensor, self, comm)
         _pending().append(handle)
