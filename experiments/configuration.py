@@ -9,6 +9,7 @@ of its arms and seeds. An arm is a way to treat what workers exchange, written a
     dynamic_tree/tensor  8 bit, one scale for each tensor's part of a chunk: the paper's scaling by absolute maximum
     mantissa/1e0         8 bit, the paper's exponent offset 10^0
     linear/64/stochastic the same kinds of 8 bit, with stochastic rounding
+    linear/64/feedback   the same, with error feedback (mode "data" alone)
 """
 
 from __future__ import annotations
@@ -37,23 +38,28 @@ class Arm:
     Attributes:
       text: as above; what tells arms apart.
       encoding: for 8 bits, else None.
+      feedback: with error feedback.
     """
 
     text: str
     encoding: Encoding | None
+    feedback: bool = False
 
     @property
     def title(self) -> str:
         """For tables."""
         if self.encoding is None:
             return {"none": "32 bit", "fp16": "fp16"}[self.text]
-        name, scaling, *rounding = self.text.split("/")
+        name, scaling, *more = self.text.split("/")
         how = f"blocks of {scaling}"
         if scaling == "tensor":
             how = "one scale per tensor"
         elif scaling.startswith("1e"):
             how = f"exponent offset {int(scaling[2:])}"
-        return ", ".join([name, how, *rounding])
+        return ", ".join([name, how, *(_IN_TABLES.get(option, option) for option in more)])
+
+
+_IN_TABLES = {"feedback": "error feedback"}
 
 
 def parse_arm(text: str) -> Arm:
@@ -64,19 +70,21 @@ def parse_arm(text: str) -> Arm:
     """
     if text in ("none", "fp16"):
         return Arm(text, None)
-    match = re.fullmatch(r"([a-z_]+)/(tensor|\d+|1e-?\d+)(?:/(stochastic))?", text)
+    match = re.fullmatch(r"([a-z_]+)/(tensor|\d+|1e-?\d+)(/stochastic)?(/feedback)?", text)
     if match is None:
         raise ValueError(
             "an arm must be none, fp16, or TYPE/BLOCK with a block size, tensor, or an exponent offset like 1e0, and "
-            f"/stochastic after it for that rounding, got {text!r}"
+            f"after it /stochastic for that rounding and /feedback for error feedback, got {text!r}"
         )
-    name, scaling, rounding = match.groups()
-    how: dict = {"rounding": rounding} if rounding else {}
+    name, scaling, stochastic, feedback = match.groups()
+    how: dict = {"rounding": "stochastic"} if stochastic else {}
     if scaling == "tensor":
-        return Arm(text, Encoding(name, block_size=None, **how))
-    if "e" in scaling:
-        return Arm(text, Encoding(name, scaling=float(scaling), **how))
-    return Arm(text, Encoding(name, block_size=int(scaling), **how))
+        encoding = Encoding(name, block_size=None, **how)
+    elif "e" in scaling:
+        encoding = Encoding(name, scaling=float(scaling), **how)
+    else:
+        encoding = Encoding(name, block_size=int(scaling), **how)
+    return Arm(text, encoding, bool(feedback))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +146,10 @@ class Experiment:
         if len(set(self.arms)) < len(self.arms) or not self.arms:
             raise ValueError(f"{self.id}: arms must be different, got {list(self.arms)}")
         for arm in self.arms:
-            parse_arm(arm)
+            if parse_arm(arm).feedback and self.mode != "data":
+                raise ValueError(
+                    f"{self.id}: error feedback is for gradients, mode data, got {arm} in mode {self.mode}"
+                )
 
     @property
     def id(self) -> str:

@@ -182,8 +182,8 @@ def compression_of(arm: Arm, min_elements: int):
     """What to give to `compression=` of hvd8bit: `EightBit` with the arm's settings; None for 32 bit."""
     if arm.encoding is None:
         return None
-    settings = {key: getattr(arm.encoding, key) for key in ("data_type", "block_size", "scaling")}
-    return hvd8bit.EightBit(**settings, min_elements=min_elements)
+    settings = {key: getattr(arm.encoding, key) for key in ("data_type", "block_size", "scaling", "rounding")}
+    return hvd8bit.EightBit(**settings, error_feedback=arm.feedback, min_elements=min_elements)
 
 
 def transformer(experiment: Experiment, arm: Arm, clock: Clock, shape: Sequence[int]) -> Net:

@@ -9,7 +9,7 @@ from experiments.configuration import parse_arm, select
 from experiments.results import FOLDER, Results
 
 WHAT, ARMS, SEEDS = "mnist/data", ("none", "dynamic_tree/1024"), "0..2"
-"""About 10 minutes on 2 quiet cores."""
+"""About 10 minutes on a quiet core."""
 
 
 def compare(here: Results, committed: Results | None = None) -> tuple[list[str], bool]:

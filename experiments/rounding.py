@@ -14,6 +14,8 @@ import tensorflow as tf
 from experiments.configuration import Arm
 from hvd8bit import ops
 from hvd8bit.encoding import Encoding
+from hvd8bit.exchange import withheld
+from hvd8bit.feedback import keep
 from hvd8bit.planning import BUCKET_ELEMENTS
 from hvd8bit.selection import Selection
 
@@ -26,26 +28,50 @@ def exchange(of_workers: Sequence[Sequence[tf.Tensor]], encoding: Encoding, *, f
       encoding: how they are encoded.
       factor: 1 for the mean, the number of workers for the sum.
     """
+    return _exchange(of_workers, encoding, factor)[0]
+
+
+def mean_with_errors(
+    of_workers: Sequence[Sequence[tf.Tensor]], encoding: Encoding
+) -> tuple[list[tf.Tensor], list[list[tf.Tensor]]]:
+    """The mean of all workers' tensors, and each worker's errors: `hvd8bit.exchange.exchange_with_errors`."""
+    workers = len(of_workers)
+    outputs, payloads, received = _exchange(of_workers, encoding, 1.0)
+    errors = []
+    for worker, tensors in enumerate(of_workers):
+        chunks, sizes = received[worker]
+        total = ops.sum_shards(chunks, sizes, tensors, workers, worker, encoding)
+        how = {"shards": workers, "scale": tf.constant(float(workers), tf.float64)}
+        errors.append(withheld(tensors, outputs, [payloads[worker]], [total], encoding, **how))
+    return outputs, errors
+
+
+def _exchange(of_workers, encoding: Encoding, factor: float):
+    """What comes of it; what each worker encoded; and what it received, with the sizes of its parts."""
     workers, like = len(of_workers), list(of_workers[0])
-    sent = []
+    payloads, sent = [], []
     for tensors in of_workers:
         payload, splits = ops.encode_list(tensors, workers, encoding)
+        payloads.append(payload)
         sent.append(tf.split(payload, splits, num=workers))
-    sums = []
+    received, sums = [], []
     for shard in range(workers):
-        received = [chunks[shard] for chunks in sent]
-        sizes = tf.stack([tf.size(chunk) for chunk in received])
-        sums.append(ops.reduce_shards(tf.concat(received, 0), sizes, like, workers, shard, encoding))
-    return ops.decode_list([tf.concat(sums, 0)], like, workers, encoding, factor=factor)
+        chunks = [chunks[shard] for chunks in sent]
+        received.append((tf.concat(chunks, 0), tf.stack([tf.size(chunk) for chunk in chunks])))
+        sums.append(ops.reduce_shards(*received[-1], like, workers, shard, encoding))
+    return ops.decode_list([tf.concat(sums, 0)], like, workers, encoding, factor=factor), payloads, received
 
 
-def reduce_gradients(of_workers: Sequence[Sequence[tf.Tensor]], arm: Arm, min_elements: int) -> list[tf.Tensor]:
+def reduce_gradients(
+    of_workers: Sequence[Sequence[tf.Tensor]], arm: Arm, min_elements: int, residuals=None
+) -> list[tf.Tensor]:
     """The mean of all workers' gradients, as `hvd8bit.reduction.reduce_gradients` makes it.
 
     Args:
       of_workers: for each worker its gradients, in the variables' order.
       arm: 8 bits: as above; "fp16": sums of halves; "none": float32.
       min_elements: see `hvd8bit.Selection`.
+      residuals: with error feedback for each worker its float32 variables, one for each gradient.
 
     Raises:
       ValueError: they are too many for one bucket.
@@ -68,9 +94,17 @@ def reduce_gradients(of_workers: Sequence[Sequence[tf.Tensor]], arm: Arm, min_el
             raise ValueError(f"gradients must fit into one bucket of {BUCKET_ELEMENTS} elements, got {sum(sizes)}")
         if not Selection(min_elements).bucket_pays(sizes, arm.encoding, workers):
             raise ValueError(f"gradients of {sum(sizes)} elements would travel as float32; min_elements=0 rounds them")
-        outputs = exchange([[gradients[p] for p in backward] for gradients in of_workers], arm.encoding)
+        to_exchange = [[gradients[p] for p in backward] for gradients in of_workers]
+        if residuals is None:
+            outputs = exchange(to_exchange, arm.encoding)
+        else:
+            own = [[of_worker[p] for p in backward] for of_worker in residuals]
+            corrected = [[x + r for x, r in zip(*pairs)] for pairs in zip(to_exchange, own)]
+            outputs, errors = mean_with_errors(corrected, arm.encoding)
         for position, output in zip(backward, outputs):
             results[position] = output
+        if residuals is not None:
+            keep([pair for pairs in zip(own, errors) for pair in zip(*pairs)], results)
     return results
 
 

@@ -140,7 +140,7 @@ def stress(experiments: Sequence[Experiment], rows: Sequence[Sequence[Row]], wha
     """Cases by arms: what 8 bits change.
 
     Args:
-      experiments, rows: the cases and their rows; all have the same arms.
+      experiments, rows: the cases and their rows; the first has all arms.
       what: "error": differences of test errors in points; "loss": of the last training losses in percent, by the mean
         of their ratios' logarithms.
 
@@ -160,6 +160,9 @@ def stress(experiments: Sequence[Experiment], rows: Sequence[Sequence[Row]], wha
         step = 100 / TEST_EXAMPLES[experiment.data] / experiment.last_epochs if what == "error" else 0.0
         bold = not_chance(paired, step)
         for arm in arms[1:]:
+            if arm not in experiment.arms:
+                line.append("–")
+                continue
             fewer = f" ({len(paired[arm])})" if 0 < len(paired[arm]) < len(base) else ""
             line.append(_shown_difference(paired[arm], what, arm in bold) + fewer)
         lines.append(line)

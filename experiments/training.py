@@ -86,6 +86,8 @@ class Training:
         exchanged = worker is not None and experiment.mode == "data"
         self.optimizer = _distributed(optimizer, experiment, self.arm) if exchanged else optimizer
         self.optimizer.build(self.variables)
+        played = experiment.workers if self.arm.feedback and not exchanged else 0
+        self._residuals = [[tf.Variable(tf.zeros(v.shape)) for v in self.variables] for _ in range(played)] or None
         self._images, self._labels = tf.constant(data.train_images), tf.constant(data.train_labels)
         self._many_steps = tf.function(self._run_steps, autograph=True)
         self._one_step = tf.function(self._step, autograph=False)
@@ -197,7 +199,7 @@ class Training:
         return loss, [gradient * float(workers) for gradient in self._exchanged(below)] + above
 
     def _exchanged(self, of_workers):
-        return rounding.reduce_gradients(of_workers, self.arm, self.experiment.min_elements)
+        return rounding.reduce_gradients(of_workers, self.arm, self.experiment.min_elements, self._residuals)
 
     def _worker_gradients(self, worker: int, part, step):
         self._clock.set(step, worker, self.experiment.workers)

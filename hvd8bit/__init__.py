@@ -15,6 +15,7 @@ _HOMES = {
     "DistributedGradientTape": "hvd8bit.tape",
     "EightBit": "hvd8bit.compression",
     "Encoded": "hvd8bit.api",
+    "ErrorFeedback": "hvd8bit.feedback",
     "PartialDistributedGradientTape": "hvd8bit.tape",
     "Selection": "hvd8bit.selection",
     "Sum": "hvd8bit.api",

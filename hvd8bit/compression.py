@@ -28,10 +28,10 @@ from hvd8bit import collectives, modes
 from hvd8bit.collectives import HorovodComm
 from hvd8bit.encoding import Encoding
 from hvd8bit.exchange import differentiable_exchange
+from hvd8bit.feedback import ErrorFeedback, feedback_of
 from hvd8bit.graphs import let_branches_overlap
+from hvd8bit.logs import log_once
 from hvd8bit.selection import ENCODABLE, Selection
-
-_log = logging.getLogger("hvd8bit")
 
 
 class EightBitCompressor(Compressor):
@@ -53,6 +53,8 @@ class EightBitCompressor(Compressor):
         little data, with one rounding less; "auto": which of them, by the amount of data and the number of workers
         (`hvd8bit.modes`).
       select: a `Selection`: which tensors are encoded. `min_elements=` is accepted directly, too.
+      error_feedback: True, or an `hvd8bit.ErrorFeedback`: what rounding takes from a gradient goes into the next one.
+        In hvd8bit's own wrappers alone, which know the variables.
       process_set: the `horovod.tensorflow.ProcessSet` that Horovod reduces over; None: all workers. It must be the
         one that the call gets.
       seed: of stochastic rounding: the same program rounds alike when it is run again. The same on all workers, which
@@ -70,6 +72,7 @@ class EightBitCompressor(Compressor):
         rounding: str = Encoding.rounding,
         exchange: str = "auto",
         select: Selection | None = None,
+        error_feedback: bool | ErrorFeedback = False,
         process_set=None,
         min_elements: int | None = None,
         seed: int | None = Encoding.seed,
@@ -85,6 +88,7 @@ class EightBitCompressor(Compressor):
         self.select = select or Selection()
         if min_elements is not None:
             self.select = Selection(min_elements=min_elements)
+        self.feedback = feedback_of(error_feedback)
         self.process_set = process_set
 
     def __call__(self, **changes) -> EightBitCompressor:
@@ -102,6 +106,7 @@ class EightBitCompressor(Compressor):
             "rounding": self.encoding.rounding,
             "exchange": self.exchange,
             "select": self.select,
+            "error_feedback": self.feedback or False,
             "process_set": self.process_set,
             "seed": self.encoding.seed,
         }
@@ -109,7 +114,7 @@ class EightBitCompressor(Compressor):
     def _key(self) -> tuple:
         # Horovod caches its reduce functions by the equality of their arguments.
         process_set_id = getattr(self.process_set, "process_set_id", 0)
-        return (self.encoding, self.exchange, self.select, process_set_id)
+        return (self.encoding, self.exchange, self.select, self.feedback, process_set_id)
 
     def __eq__(self, other):
         return isinstance(other, EightBitCompressor) and self._key() == other._key()
@@ -121,8 +126,9 @@ class EightBitCompressor(Compressor):
         settings = self._settings()
         if self.select == Selection(self.select.min_elements):
             settings["min_elements"] = settings.pop("select").min_elements
-        for name in ("process_set", "seed"):
-            if settings[name] is None:
+        settings["error_feedback"] = bool(settings["error_feedback"])  # workers compare this text
+        for name, default in (("error_feedback", False), ("process_set", None), ("seed", None)):
+            if settings[name] is default:
                 del settings[name]
         return f"EightBit({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
 
@@ -142,7 +148,7 @@ class EightBitCompressor(Compressor):
         workers = collectives.workers_to_judge_by(comm)
         reason = self.select.reason_to_pass(tensor.dtype.name, elements, workers, self.encoding, mode)
         if reason is not None:
-            _log_once(f"sent as they are: tensors with {reason}")
+            log_once(f"sent as they are: tensors with {reason}", logging.INFO)
             passed, context = self._pass(tensor)
             comm.count_ring([passed], passed.dtype.size)
             return passed, context
@@ -178,7 +184,13 @@ class EightBitCompressor(Compressor):
         return modes.choose(self.exchange, sizes, collectives.workers_to_choose_by(comm), self.encoding.block_size)
 
     def refuse_rules_of_wrappers(self) -> None:
-        """Raises ValueError if the `Selection` has rules that only wrappers can keep."""
+        """Raises ValueError if there is something that only wrappers can keep: rules by variable, error feedback."""
+        if self.feedback is not None:
+            raise ValueError(
+                "error_feedback must be False here, got True: Horovod gives its compressor single tensors without "
+                "their variables; use hvd8bit.keras.DistributedOptimizer (without groups) or "
+                "hvd8bit.DistributedGradientTape"
+            )
         rules = self.select.for_wrappers()
         if rules:
             raise ValueError(
@@ -279,9 +291,10 @@ class _Handle:
                 f"{names.get(reduce_op, 'Product')} for {self.tensor.name}: use compression=hvd.Compression.none there"
             )
         if op.type == "HorovodAllreduce":
-            _log_once(
+            log_once(
                 "tensors of hvd.allreduce travel one by one; grouped_allreduce, or groups=1 in Horovod's optimizers "
-                "and gradient tape, sends them as one buffer"
+                "and gradient tape, sends them as one buffer",
+                logging.INFO,
             )
         process_set_id = op.get_attr("process_set_id")
         if process_set_id != self.comm.process_set_id:
@@ -337,15 +350,6 @@ _pending_of_thread = _Pending()
 
 def _pending() -> _Pending:
     return _pending_of_thread
-
-
-_logged: set[str] = set()
-
-
-def _log_once(message: str) -> None:
-    if message not in _logged:
-        _logged.add(message)
-        _log.info("hvd8bit: %s", message)
 
 
 def _scattered(rank):

@@ -8,6 +8,7 @@ the same order (`hvd8bit.modes`).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -59,13 +60,95 @@ def exchange(
     Raises:
       tf.errors.InvalidArgumentError: workers' tensors or settings differ.
     """
+    return _exchange(tensors, encoding, comm, factor, name, mode, slices, seeds)
+
+
+def exchange_with_errors(
+    tensors: Sequence[tf.Tensor],
+    encoding: Encoding,
+    comm,
+    *,
+    factor,
+    name: str,
+    mode: str = SCATTER_REDUCE,
+    slices: int | None = None,
+    seeds: Sequence | None = None,
+) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """`exchange`, and what roundings made this worker withhold from its outputs.
+
+    Args:
+      tensors: float32. The others as for `exchange`.
+
+    Returns:
+      outputs: as of `exchange`, the same bits.
+      errors: tensors like `tensors`, this worker's own: what it has not sent of them, and in the chunk that it adds up
+        for all what it has not sent of the sum. Outputs plus factor / workers times all workers' errors are what an
+        exact exchange would have given, to float32's precision.
+    """
+    trail = _Trail()
+    outputs = _exchange(tensors, encoding, comm, factor, name, mode, slices, seeds, trail)
+    shards = one_chunk(comm) if mode == ALLGATHER else comm.size_tensor()
+    scale = tf.cast(comm.size_tensor(), tf.float64) / tf.cast(factor, tf.float64)
+    return outputs, withheld(tensors, outputs, trail.payloads, trail.sums, encoding, shards=shards, scale=scale)
+
+
+def withheld(
+    tensors: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor], payloads, sums, encoding: Encoding, *, shards, scale
+) -> list[tf.Tensor]:
+    """The errors of one worker, see `exchange_with_errors`.
+
+    Args:
+      tensors, outputs: what it brought, and what came of the exchange.
+      payloads: what it encoded, slice by slice.
+      sums: slice by slice, what `ops.sum_shards` made of what it received: (sum, first); empty where it added nothing.
+      shards: into how many chunks the payloads are cut.
+      scale: float64 scalar: outputs times it are sums.
+    """
+    sent = ops.decode_list(payloads, tensors, shards, encoding, factor=tf.cast(shards, tf.float64))
+    errors = [_within(tensor, encoding.fixed_scale) - rounded for tensor, rounded in zip(tensors, sent)]
+    if not sums:
+        return errors
+    sizes = [tf.size(tensor, tf.int64) for tensor in tensors]
+    starts = tf.cumsum(tf.stack(sizes), exclusive=True)
+    counts = [tf.size(total, tf.int64) for total, _ in sums]
+    # Of a slice without elements the place says nothing.
+    firsts = [tf.where(n > 0, first, starts[-1] + sizes[-1]) for n, (_, first) in zip(counts, sums)]
+    first = tf.reduce_min(tf.stack(firsts))
+    limit = tf.cast(shards, tf.float32) * encoding.fixed_scale
+    total = _within(tf.concat([total for total, _ in sums], 0), limit if encoding.fixed_scale else 0.0)
+    results = []
+    for i, (error, output, size) in enumerate(zip(errors, outputs, sizes)):
+        # The part of this tensor that is in the chunk.
+        begin = tf.clip_by_value(first - starts[i], 0, size)
+        end = tf.clip_by_value(first + tf.add_n(counts) - starts[i], 0, size)
+        in_chunk = starts[i] - first + begin
+        rounded = tf.cast(scale, tf.float32) * tf.reshape(output, [-1])[begin:end]
+        part = tf.pad(total[in_chunk : in_chunk + end - begin] - rounded, [[begin, size - end]])
+        results.append(error + tf.reshape(part, tf.shape(error)))
+    return results
+
+
+def _within(tensor: tf.Tensor, largest) -> tf.Tensor:
+    """What an encoding can hold: with a fixed scale nothing above it. 0: no such limit."""
+    return tensor if isinstance(largest, float) and largest == 0.0 else tf.clip_by_value(tensor, -largest, largest)
+
+
+@dataclasses.dataclass
+class _Trail:
+    """What an exchange leaves behind of each slice: the chunks that were sent; of this worker's chunk sum and place."""
+
+    payloads: list[tf.Tensor] = dataclasses.field(default_factory=list)
+    sums: list[tuple[tf.Tensor, tf.Tensor]] = dataclasses.field(default_factory=list)
+
+
+def _exchange(tensors, encoding: Encoding, comm, factor, name: str, mode: str, slices, seeds, trail=None):
     slices = number_of_slices(tensors) if slices is None else slices
     way = _all_to_all_workers if mode == ALLGATHER else _scatter_reduce
     seeds = dither.seeds(encoding, SEEDS, comm=comm, name=name) if seeds is None else seeds
-    return way(tensors, encoding, comm, factor, name, slices, seeds)
+    return way(tensors, encoding, comm, factor, name, slices, seeds, trail)
 
 
-def _scatter_reduce(tensors, encoding: Encoding, comm, factor, name: str, slices: int, seeds) -> list[tf.Tensor]:
+def _scatter_reduce(tensors, encoding: Encoding, comm, factor, name: str, slices: int, seeds, trail) -> list[tf.Tensor]:
     shards, shard = comm.size_tensor(), comm.rank_tensor()
     gathered = []
     encoded: list[tf.Tensor] = []
@@ -75,6 +158,8 @@ def _scatter_reduce(tensors, encoding: Encoding, comm, factor, name: str, slices
         with tf.control_dependencies(encoded):
             payload, splits = ops.encode_list(tensors, shards, encoding, slices=slices, slice_=slice_, seed=seeds[0])
         encoded = [payload]
+        if trail is not None:
+            trail.payloads.append(payload)
         # The other slices leave when the first has shown that all workers have the same tensors and settings. Workers
         # that differ would else wait for slices that nobody sends.
         with tf.control_dependencies(checked):
@@ -83,11 +168,17 @@ def _scatter_reduce(tensors, encoding: Encoding, comm, factor, name: str, slices
             received, sent, tensors, shards, shard, encoding, slices=slices, slice_=slice_, seed=seeds[1]
         )
         checked = checked or [mine]
+        if trail is not None:
+            with tf.control_dependencies([mine]):  # others wait for that
+                sums = ops.sum_shards(received, sent, tensors, shards, shard, encoding, slices=slices, slice_=slice_)
+            trail.sums.append(sums)
         gathered.append(comm.allgather(mine, f"{name}_back_{slice_}"))
     return ops.decode_list(gathered, tensors, shards, encoding, factor=factor)
 
 
-def _all_to_all_workers(tensors, encoding: Encoding, comm, factor, name: str, slices: int, seeds) -> list[tf.Tensor]:
+def _all_to_all_workers(
+    tensors, encoding: Encoding, comm, factor, name: str, slices: int, seeds, trail
+) -> list[tf.Tensor]:
     """Each worker's share is decoded to the tensors' dtypes; they are added in float32, in the order of the workers."""
     workers = tf.cast(comm.size_tensor(), tf.int64)  # sizes of everyone's bytes may exceed 32 bits
     sizes, gathered = [], []
@@ -99,6 +190,8 @@ def _all_to_all_workers(tensors, encoding: Encoding, comm, factor, name: str, sl
                 tensors, one_chunk(comm), encoding, slices=slices, slice_=slice_, seed=seeds[0]
             )
         encoded = [payload]
+        if trail is not None:
+            trail.payloads.append(payload)
         # The name of the other mode's first round: should workers choose differently, Horovod says so at once.
         with tf.control_dependencies(checked):
             everyones = comm.allgather(payload, f"{name}_out_{slice_}")
@@ -225,11 +318,55 @@ def differentiable_exchange(
     return list(run(*tensors))
 
 
-def _traced_exchange(tensors, encoding: Encoding, comm: HorovodComm, factor, name: str, mode: str) -> list[tf.Tensor]:
+def correcting_exchange(
+    tensors: Sequence[tf.Tensor],
+    residuals: Sequence[tf.Variable],
+    encoding: Encoding,
+    comm: HorovodComm,
+    *,
+    factor,
+    name: str,
+    mode: str = SCATTER_REDUCE,
+) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """`exchange` over Horovod of tensors plus residuals, and what the residuals are to be after it.
+
+    Args:
+      tensors: see `exchange`.
+      residuals: float32, of the tensors' shapes; this worker's own. They stay as they are.
+
+    Returns:
+      outputs: tensors like `tensors`, bit-identical on all workers. They have no gradient.
+      errors: float32. Outputs plus factor / workers times all workers' errors are what an exact exchange of tensors and
+        residuals would have given, to float32's precision, but for what a fixed scale cuts off.
+    """
+    corrected = [tf.cast(tensor, tf.float32) + residual for tensor, residual in zip(tensors, residuals)]
+    wide, errors = _traced_exchange(corrected, encoding, comm, factor, name, mode, with_errors=True)
+    outputs = [_without_gradient(tf.cast(x, tensor.dtype)) for x, tensor in zip(wide, tensors)]
+    return outputs, [
+        error if output.dtype.size >= 4 else error + (x - tf.cast(output, tf.float32)) / tf.cast(factor, tf.float32)
+        for error, output, x in zip(errors, outputs, wide)
+    ]
+
+
+@tf.custom_gradient
+def _without_gradient(x):
+    def grad(_):
+        raise ValueError(
+            "error_feedback must be False where gradients of reduced gradients are taken, got True: they would lack "
+            "what is owed; if nobody wants them, stop the outer tape's recording around the reduction"
+        )
+
+    return tf.identity(x), grad
+
+
+def _traced_exchange(
+    tensors, encoding: Encoding, comm: HorovodComm, factor, name: str, mode: str, with_errors: bool = False
+):
+    way = exchange_with_errors if with_errors else exchange
     if not tf.executing_eagerly():
-        return exchange(tensors, encoding, comm, factor=factor, name=name, mode=mode)
+        return way(tensors, encoding, comm, factor=factor, name=name, mode=mode)
     # Op by op, eager execution would wait for each slice; a graph has them all under way.
-    graph = _graph_of_exchange(encoding, comm, name, mode, number_of_slices(tensors))
+    graph = _graph_of_exchange(way, encoding, comm, name, mode, number_of_slices(tensors))
     try:
         # Drawn here, one after another: graphs for other shapes would each begin with the same ones.
         stochastic = encoding.rounding == "stochastic"
@@ -249,11 +386,11 @@ def _traced_exchange(tensors, encoding: Encoding, comm: HorovodComm, factor, nam
 
 
 @functools.lru_cache(maxsize=256)
-def _graph_of_exchange(encoding: Encoding, comm: HorovodComm, name: str, mode: str, slices: int):
+def _graph_of_exchange(way, encoding: Encoding, comm: HorovodComm, name: str, mode: str, slices: int):
     # After a few shapes, TensorFlow traces one graph for all of them. The slices do not depend on what is known of
     # shapes: workers need not have come to the same graph.
     @tf.function(autograph=False, reduce_retracing=True)
     def run(tensors, factor, seeds):
-        return exchange(tensors, encoding, comm, factor=factor, name=name, mode=mode, slices=slices, seeds=seeds)
+        return way(tensors, encoding, comm, factor=factor, name=name, mode=mode, slices=slices, seeds=seeds)
 
     return run

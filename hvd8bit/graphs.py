@@ -66,6 +66,11 @@ def let_branches_overlap() -> None:
         _last.branch, _last.operations_before = weakref.ref(graph), outer.num_operations()
 
 
+def keeps_order() -> bool:
+    """Whether what assigns variables here runs without being asked for: eagerly, or in a function of TensorFlow 2."""
+    return tf.executing_eagerly() or _manager(tf.compat.v1.get_default_graph()) is not None
+
+
 def _manager(graph):
     """What puts a function's ops with a state in order; None where nothing does."""
     return getattr(graph, "experimental_acd_manager", None)

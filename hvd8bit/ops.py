@@ -1,9 +1,9 @@
-"""The three ops of the exchange: a list of tensors to chunks, chunks to their sum, sums to tensors.
+"""The three ops of the exchange: a list of tensors to chunks, chunks to their sum, sums to tensors; and the sum itself.
 
-All three take the list of tensors, `tensors` or `like`: only its shapes and dtypes count for the latter two,
-and the last one may write its results over them if nobody else holds them. What must agree on all workers:
-shapes, dtypes and order of the list, the encoding, the number of shards, slices. None of the ops has a gradient;
-`hvd8bit.exchange` defines that of the whole.
+All take the list of tensors, `tensors` or `like`: only its shapes and dtypes count for all but the first, and the
+decoding one may write its results over them if nobody else holds them. What must agree on all workers: shapes, dtypes
+and order of the list, the encoding, the number of shards, slices. None of the ops has a gradient; `hvd8bit.exchange`
+defines that of the whole.
 """
 
 from __future__ import annotations
@@ -80,6 +80,33 @@ def reduce_shards(
     )
 
 
+def sum_shards(payload, splits, like: Sequence[tf.Tensor], shards, shard, encoding: Encoding, *, slices=1, slice_=0):
+    """The sum that `reduce_shards` encodes, in float32. On CPUs only.
+
+    Args:
+      payload, splits, like, shards, shard, slices, slice_: as there.
+
+    Returns:
+      sum: float32 [n], elements [first, first + n) of the list's elements one after another; first: int64 scalar.
+
+    Raises:
+      tf.errors.InvalidArgumentError: as `reduce_shards`.
+    """
+    with tf.device("CPU:0"):
+        # Shapes of tensors in a GPU's memory are at hand, the tensors need not be copied for them.
+        shapes = [tf.raw_ops.Empty(shape=tf.shape(tensor), dtype=tensor.dtype) for tensor in like]
+        return native.load().hvd8bit_sum_shards(
+            payload=payload,
+            splits=splits,
+            like=shapes,
+            shards=shards,
+            shard=shard,
+            slices=slices,
+            slice=slice_,
+            **_settings(encoding),
+        )
+
+
 def decode_list(payloads: Sequence[tf.Tensor], like: Sequence[tf.Tensor], shards, encoding: Encoding, *, factor=1.0):
     """Decodes all chunks and multiplies by factor / shards.
 
@@ -115,5 +142,5 @@ def _settings(encoding: Encoding) -> dict:
     }
 
 
-for _name in ("Hvd8bitEncodeList", "Hvd8bitReduceShards", "Hvd8bitDecodeList"):
+for _name in ("Hvd8bitEncodeList", "Hvd8bitReduceShards", "Hvd8bitSumShards", "Hvd8bitDecodeList"):
     tf.no_gradient(_name)

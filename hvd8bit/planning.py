@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,10 +15,9 @@ import tensorflow as tf
 from hvd8bit import modes
 from hvd8bit.compression import EightBitCompressor
 from hvd8bit.encoding import Encoding
+from hvd8bit.logs import log_once
 from hvd8bit.selection import ENCODABLE
 from hvd8bit.variables import name_of
-
-_log = logging.getLogger("hvd8bit")
 
 BUCKET_ELEMENTS = 8 * 2**20
 """32 MB of float32: large against headers, small enough that the first one leaves early in the backward pass."""
@@ -161,13 +159,3 @@ def buckets(gradients: list[Gradient]) -> list[list[Gradient]]:
         made[-1].append(gradient)
         room -= size
     return made
-
-
-_logged: set[str] = set()
-
-
-def log_once(message: str) -> None:
-    """A warning, unless there has been the same one."""
-    if message not in _logged:
-        _logged.add(message)
-        _log.warning("hvd8bit: %s", message)

@@ -7,6 +7,7 @@ backward pass makes the gradients.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import threading
 from collections.abc import Sequence
@@ -16,7 +17,9 @@ import tensorflow as tf
 from hvd8bit import collectives, planning
 from hvd8bit.collectives import HorovodComm
 from hvd8bit.compression import EightBitCompressor, check_compression, check_process_set
-from hvd8bit.exchange import differentiable_exchange, exchange_slices
+from hvd8bit.exchange import correcting_exchange, differentiable_exchange, exchange_slices
+from hvd8bit.feedback import keep
+from hvd8bit.graphs import keeps_order
 from hvd8bit.variables import tf_variable
 
 
@@ -47,7 +50,7 @@ def reduce_gradients(
         with `Selection(sparse="compress")` their values in 8 bits.
       process_set: the Horovod process set to reduce over; None: all workers.
       scope: prefix of the names of the collectives: one for each optimizer or tape.
-      variables: whose gradients these are, for rules of the `Selection` that are functions.
+      variables: whose gradients these are, for rules of the `Selection` that are functions, and for error feedback.
       step: number of the step, a variable or a tensor, for `Selection(start_step=...)`.
       observer: what looks on, for telemetry, an `hvd8bit.keras.telemetry.Observer`; the same on all workers.
 
@@ -63,6 +66,11 @@ def reduce_gradients(
         first gradient or setting that differs and the values.
     """
     check_compression(compression)
+    feedback = getattr(compression, "feedback", None)
+    if feedback is not None and collectives.elastic():
+        raise ValueError(
+            "error_feedback must be False in an elastic job, got True: a worker's residuals would be lost with it"
+        )
     comm = HorovodComm(process_set)
     average, factor = _scale(op, gradient_predivide_factor)
     check_process_set(compression, comm)
@@ -70,6 +78,8 @@ def reduce_gradients(
         raise ValueError(f"names must be as many as gradients, got {len(names)} names for {len(gradients)} gradients")
     workers = comm.size()
     if not comm.process_set.included():
+        if feedback is not None:
+            feedback.used_among(comm)
         return list(gradients)
     if workers == 1 and (tf.executing_eagerly() or not collectives.elastic()):
         return list(gradients)
@@ -82,16 +92,21 @@ def reduce_gradients(
             "knows it"
         )
     plan = planning.make(gradients, names, variables, compression, sparse_as_dense)
+    residuals, refusal = _residuals(plan, compression, variables, comm)
     settings = f"compression={compression!r}, average={average}, factor={factor}, scope={scope}"
     if observer is not None:
         settings += f", {observer}"
     usual = getattr(compression, "encoding", None)
+    if refusal:
+        settings += f", {refusal}"
     started = f"step {_value(step)}" if start_step else ""
     lines = [settings, *(gradient.describe(usual) for gradient in plan)]
     _agree(lines, comm, started, _first_collective(plan, compression, comm, scope))
+    if refusal:
+        raise ValueError(refusal)
 
-    def reduced(plan, scope):
-        return _reduce(plan, compression, comm, average, factor, gradient_predivide_factor, scope)
+    def reduced(plan, scope, residuals=residuals):
+        return _reduce(plan, compression, comm, average, factor, gradient_predivide_factor, scope, residuals)
 
     def exact():
         return reduced([gradient.exactly() for gradient in plan], f"{scope}_exact")
@@ -111,7 +126,7 @@ def reduce_gradients(
         return reduce()
     began = observer.begin(plan)
     results = reduce()
-    observer.observe(plan, results, began, on, lambda some: reduced(some, f"{scope}_observed"), compression, comm)
+    observer.observe(plan, results, began, on, lambda some: reduced(some, f"{scope}_observed", {}), compression, comm)
     return results
 
 
@@ -139,7 +154,32 @@ def _scale(op, predivide: float) -> tuple[bool, float]:
     return average, (1.0 / predivide) * predivide
 
 
-def _reduce(plan, compression, comm: HorovodComm, average, factor, predivide, scope) -> list:
+def _residuals(plan, compression, variables, comm: HorovodComm) -> tuple[dict[int, tf.Variable], str]:
+    """By position, of the gradients to encode: where what is not sent is kept; and why that cannot be, or ""."""
+    feedback = compression.feedback if isinstance(compression, EightBitCompressor) else None
+    if feedback is None:
+        return {}, ""
+    if not keeps_order():
+        return {}, "error_feedback must be False in a graph of TensorFlow 1: call from a tf.function, or eagerly"
+    sparse = next((gradient.name for gradient in plan if gradient.treatment == planning.SPARSE_ENCODE), None)
+    if sparse is not None:
+        return {}, (
+            f"error_feedback cannot be kept for rows of {sparse}, which differ from step to step: use "
+            "sparse_as_dense=True or Selection(sparse='exact')"
+        )
+    if variables is None:
+        return {}, "error_feedback needs variables, got None: whose gradients these are"
+    encoded = {g.position: variables[g.position] for g in plan if g.treatment == planning.ENCODE}
+    if len({id(tf_variable(variable)) for variable in encoded.values()}) < len(encoded):
+        return {}, "error_feedback needs each variable once: one of them is in the list of gradients twice"
+    try:
+        feedback.used_among(comm)
+        return {position: feedback.residual_of(variable) for position, variable in encoded.items()}, ""
+    except ValueError as error:
+        return {}, str(error)
+
+
+def _reduce(plan, compression, comm: HorovodComm, average, factor, predivide, scope, residuals) -> list:
     import horovod.tensorflow as hvd
 
     results = [gradient.tensor for gradient in plan]
@@ -149,23 +189,33 @@ def _reduce(plan, compression, comm: HorovodComm, average, factor, predivide, sc
     if not average:
         scale = scale * tf.cast(comm.size_tensor(), tf.float64)
     as_they_are = [g for g in backward if g.treatment == planning.EXACT]
+    errors: list[tuple[tf.Variable, tf.Tensor]] = []
     if isinstance(compression, EightBitCompressor):
         judge_by, choose_by = collectives.workers_to_judge_by(comm), collectives.workers_to_choose_by(comm)
         for number, bucket in enumerate(planning.encoded_buckets(plan, compression, judge_by, choose_by)):
             if bucket.mode is None:
                 as_they_are += bucket.gradients
                 continue
-            outputs = differentiable_exchange(
-                [g.tensor for g in bucket.gradients],
-                bucket.encoding,
-                comm,
-                factor=scale,
-                name=_bucket_name(scope, number),
-                mode=bucket.mode,
-            )
+            tensors = [g.tensor for g in bucket.gradients]
+            how = {"factor": scale, "name": _bucket_name(scope, number), "mode": bucket.mode}
+            if residuals:
+                own = [residuals[g.position] for g in bucket.gradients]
+                outputs, withheld = correcting_exchange(tensors, own, bucket.encoding, comm, **how)
+                errors += zip(own, withheld)
+            else:
+                outputs = differentiable_exchange(tensors, bucket.encoding, comm, **how)
             for gradient, output in zip(bucket.gradients, outputs):
                 results[gradient.position] = output
 
+    for at, gradient in enumerate(as_they_are):
+        # One that is encoded in other steps takes along what it owes.
+        if gradient.position in residuals:
+            residual, dtype = residuals[gradient.position], gradient.tensor.dtype
+            corrected = tf.cast(gradient.tensor, tf.float32) + residual
+            sent = tf.cast(corrected, dtype) if dtype.size == 2 else gradient.tensor + tf.cast(residual, dtype)
+            as_they_are[at] = dataclasses.replace(gradient, tensor=sent)
+            owed = corrected - tf.cast(sent, tf.float32) if dtype.size == 2 else tf.zeros_like(residual)
+            errors.append((residual, owed))
     plain = None if isinstance(compression, EightBitCompressor) else compression
     for dtype in sorted({g.tensor.dtype.name for g in as_they_are}):
         # bfloat16 is none of Horovod's dtypes; beside EightBit float16 is summed as float32, too.
@@ -191,6 +241,8 @@ def _reduce(plan, compression, comm: HorovodComm, average, factor, predivide, sc
             results[gradient.position] = exchange_slices(
                 gradient.tensor, gradient.encoding, comm, average=average, name=name
             )
+    if errors:
+        keep(errors, results)
     return results
 
 

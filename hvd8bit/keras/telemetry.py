@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from hvd8bit import collectives, modes, planning
 from hvd8bit.compression import EightBitCompressor
+from hvd8bit.counting import counting
 from hvd8bit.keras.base import Callback
 from hvd8bit.keras.keras3_class import reduction_of
 from hvd8bit.layout import ring_bytes
@@ -173,11 +174,8 @@ class Observer:
                 self._names, self._errors = names, tf.Variable(tf.zeros(len(names)), trainable=False)
 
         def sample():
-            workers = tf.cast(comm.size_tensor(), tf.int64)
-            for gradient in encoded:
-                width = 4 if gradient.tensor.dtype.size == 2 else gradient.tensor.dtype.size
-                self._own_bytes.assign_add(2 * (workers - 1) * width * tf.size(gradient.tensor, tf.int64) // workers)
-            right = exact([dataclasses.replace(g.exactly(), position=i) for i, g in enumerate(encoded)])
+            with counting(self._own_bytes):
+                right = exact([dataclasses.replace(g.exactly(), position=i) for i, g in enumerate(encoded)])
             ours = [results[gradient.position] for gradient in encoded]
             self._errors.assign(tf.stack([_relative_error(*pair) for pair in zip(ours, right)]))
             self._samples.assign_add(1)

@@ -89,7 +89,15 @@ class Boundary:
 
 
 def check_activation_compression(compression) -> EightBitCompressor | None:
-    """The compression of a boundary. Raises TypeError unless it is one: `EightBit`, a copy of it, or None."""
+    """The compression of a boundary, or None. Raises TypeError unless it is `EightBit` or a copy of it.
+
+    Raises ValueError for one with error feedback.
+    """
+    if getattr(compression, "feedback", None) is not None:
+        raise ValueError(
+            "error_feedback must be False for activations, got True: there is no next one of the same activation; it "
+            "is for gradients"
+        )
     if compression is None or isinstance(compression, EightBitCompressor):
         return compression
     raise TypeError(

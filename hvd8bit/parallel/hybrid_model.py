@@ -293,6 +293,7 @@ class HybridModel(keras_step.JointModel):
             compression=hvd.Compression.none if compression is None else compression,
             op=hvd.Average if average else hvd.Sum,
             scope=f"{self._hvd8bit.scope}_{what}",
+            variables=which.variables,
         )
 
     def _logs(self, union: Union, penalties: Penalties, loss, predictions) -> dict:

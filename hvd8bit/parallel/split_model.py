@@ -355,6 +355,7 @@ class SplitModel(keras_step.JointModel):
                 compression=wiring.gradient_compression,
                 process_set=wiring.stage_set,
                 scope=f"{wiring.scope}_stage_{wiring.place.stage}",
+                variables=variables,
             )
         if any(gradient is not None for gradient in gradients):
             self.optimizer.apply(gradients, variables)

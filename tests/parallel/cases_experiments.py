@@ -35,7 +35,15 @@ def both(hvd, arm: str, mode: str = "data", **changes) -> list[tuple[Training, l
 
 
 @pytest.mark.parametrize(
-    "arm", ["dynamic_tree/1024", "dynamic_tree/tensor", "linear/tensor", "mantissa/1e0", "static_tree/1e0"]
+    "arm",
+    [
+        "dynamic_tree/1024",
+        "dynamic_tree/tensor",
+        "linear/tensor",
+        "linear/tensor/feedback",
+        "mantissa/1e0",
+        "static_tree/1e0",
+    ],
 )
 def test_weights_are_those_of_the_played_workers_bit_for_bit(hvd, arm):
     (real, real_epochs), (played, played_epochs) = both(hvd, arm)
@@ -89,8 +97,11 @@ def test_small_tensors_travel_as_they_are_in_both(hvd):
 
 def test_arms_do_differ(hvd):
     """Else the comparisons above would prove nothing."""
-    digests = {both(hvd, arm)[0][0].digest() for arm in ("none", "linear/tensor", "dynamic_tree/1024")}
-    assert len(digests) == 3
+    digests = {
+        both(hvd, arm)[0][0].digest()
+        for arm in ("none", "linear/tensor", "linear/tensor/feedback", "dynamic_tree/1024")
+    }
+    assert len(digests) == 4
 
 
 def test_another_number_of_workers_is_refused(hvd):

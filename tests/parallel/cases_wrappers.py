@@ -8,7 +8,7 @@ import tensorflow as tf
 from oracle import exchanged, rank_values
 
 import hvd8bit
-from hvd8bit import collectives, reduction
+from hvd8bit import collectives, logs, reduction
 from hvd8bit.exchange import ELEMENTS_PER_SLICE
 
 ALL = hvd8bit.EightBit(min_elements=0)
@@ -392,9 +392,8 @@ def test_allreduce_of_the_api(hvd):
 def test_small_tensors_are_named_once_in_the_log(hvd, caplog):
     if hvd.size() == 1:
         return
-    from hvd8bit import compression
 
-    compression._logged.clear()
+    logs.forget()
     with caplog.at_level(logging.INFO, logger="hvd8bit"):
         for _ in range(3):
             hvd.allreduce(tf.ones([10]), compression=hvd8bit.EightBit, name="small")

@@ -12,9 +12,9 @@ PACKAGE = ROOT / "hvd8bit"
 
 LEVELS = {
     0: ["datatypes"],
-    1: ["encoding", "layout", "modes", "wire", "reference", "native", "speedup", "graphs", "stall", "loopback"],
+    1: ["encoding", "layout", "modes", "wire", "reference", "native", "speedup", "graphs", "stall", "loopback", "logs"],
     2: ["dither", "ops", "c_api", "counting", "collectives", "selection", "variables", "gathered"],
-    3: ["exchange", "activations"],
+    3: ["exchange", "activations", "feedback"],
     4: ["compression", "planning", "reduction", "api", "tape", "summaries", "keras", "parallel"],
     5: ["bench", "doctor", "errors", "keras_workload", "plots", "tables", "commands", "cli", "__main__"],
 }

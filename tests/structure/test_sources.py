@@ -68,7 +68,7 @@ def test_headers_are_guarded_by_their_name(name):
 
 # Declared dtypes.
 
-OPS = ("Hvd8bitEncodeList", "Hvd8bitReduceShards", "Hvd8bitDecodeList")
+OPS = ("Hvd8bitEncodeList", "Hvd8bitReduceShards", "Hvd8bitSumShards", "Hvd8bitDecodeList")
 
 
 def declared_dtypes(op: str) -> set[str]:

@@ -317,6 +317,7 @@ def test_shards_out_of_range(shards, how):
     calls = [
         lambda shards: ops.encode_list(TENSORS, shards, ENCODING)[0],
         lambda shards: ops.reduce_shards(chunk, [len(chunk)], TENSORS, shards, 0, ENCODING),
+        lambda shards: ops.sum_shards(chunk, [len(chunk)], TENSORS, shards, 0, ENCODING)[0],
         lambda shards: ops.decode_list([chunk], TENSORS, shards, ENCODING)[0],
     ]
     for call in calls:

@@ -11,7 +11,7 @@ from experiments import models, rounding
 from experiments.configuration import parse_arm
 from hvd8bit import reference
 from hvd8bit.collectives import LoopbackComm
-from hvd8bit.exchange import exchange
+from hvd8bit.exchange import exchange, exchange_with_errors
 
 pytestmark = pytest.mark.skipif(keras.__version__ < "3", reason="for Keras 3")
 
@@ -51,6 +51,21 @@ def test_exchange_is_the_one_between_workers(rng, arm, workers):
 
     expected = LoopbackComm.run(workers, work)
     assert bits(played(of_workers)) == bits(expected[0]) == bits(expected[-1])
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_errors_are_those_of_the_exchange_between_workers(rng, arm):
+    encoding = parse_arm(arm).encoding
+    of_workers = gradients(rng, 3)
+
+    def work(comm):
+        mine = [tf.constant(tensor) for tensor in of_workers[comm.rank()]]
+        return exchange_with_errors(mine, encoding, comm, factor=1.0, name="test")
+
+    expected = LoopbackComm.run(3, work)
+    mean, errors = rounding.mean_with_errors(tensors_of(of_workers), encoding)
+    assert bits(mean) == bits(expected[0][0])
+    assert [bits(of_worker) for of_worker in errors] == [bits(of_worker) for _, of_worker in expected]
 
 
 @pytest.mark.parametrize("arm", ARMS)

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import hvd8bit
-from hvd8bit import EightBit, Selection, modes, planning
+from hvd8bit import EightBit, Selection, logs, modes, planning
 from hvd8bit.encoding import Encoding
 
 
@@ -74,7 +74,7 @@ def treatment_of(gradient, select, **settings):
 
 
 def test_sparse_gradients(caplog):
-    planning._logged.clear()
+    logs.forget()
     with caplog.at_level(logging.WARNING, logger="hvd8bit"):
         for _ in range(3):
             assert treatment_of(sparse(), Selection(), sparse_as_dense=False) == "sparse"
@@ -97,7 +97,7 @@ def test_a_plans_line_names_an_unusual_encoding():
 
 
 def test_a_pattern_that_fits_nothing_is_logged_once(caplog):
-    planning._logged.clear()
+    logs.forget()
     with caplog.at_level(logging.WARNING, logger="hvd8bit"):
         for _ in range(2):
             plan_of(Selection(exclude=["kernle", "bias"]))

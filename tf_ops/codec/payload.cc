@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 #include "tf_ops/codec/codebook.h"
 #include "tf_ops/codec/cpu/float_environment.h"
@@ -82,6 +83,17 @@ class BlockRow {
   std::vector<Row> rows_;
   int64_t blocks_ = 0, elements_ = 0;
 };
+
+// Where each tensor's elements begin when they lie one after another.
+std::vector<int64_t> Starts(const std::vector<TensorInfo>& tensors) {
+  std::vector<int64_t> starts;
+  int64_t elements = 0;
+  for (const TensorInfo& tensor : tensors) {
+    starts.push_back(elements);
+    elements += tensor.elements;
+  }
+  return starts;
+}
 
 // Header, and zeros where no code and no scale will be written: between tensors, and before the scales.
 void PrepareChunk(const Plan& plan, const Layout::Chunk& chunk, int64_t shard, int64_t slice, uint8_t* out) {
@@ -307,6 +319,41 @@ void ReduceShards(const Plan& plan, const Layout::Chunk& chunk, int64_t shard, i
                                      BlockDither(plan, piece, block).get(), out + codes, &scale);
         WriteScale(out + scales, piece.first_block + block, scale);
       });
+}
+
+Elements ElementsOf(const Plan& plan, const Layout::Chunk& chunk) {
+  if (chunk.pieces.empty()) {
+    return {0, 0};
+  }
+  const Piece &front = chunk.pieces.front(), &back = chunk.pieces.back();
+  const std::vector<int64_t> starts = Starts(plan.tensors);
+  const int64_t first = starts[front.tensor] + front.start;
+  return {first, starts[back.tensor] + back.stop - first};
+}
+
+void SumShards(const Plan& plan, const Layout::Chunk& chunk, const uint8_t* payload, float* out,
+               const ParallelFor& parallel_for) {
+  const Codebook& book = GetCodebook(plan.spec.data_type);
+  const int64_t shards = plan.layout.shards(), first = ElementsOf(plan, chunk).first;
+  const std::vector<int64_t> starts = Starts(plan.tensors);
+  BlockRow({chunk}).ForEach(parallel_for, 4 * shards,
+                            [&](const Piece& piece, int64_t block, int64_t codes, int64_t scales) {
+                              const int64_t n = piece.BlockStop(block) - piece.BlockStart(block);
+                              float* sum = out + starts[piece.tensor] + piece.BlockStart(block) - first;
+                              for (int64_t worker = 0; worker < shards; ++worker) {
+                                const uint8_t* sent = payload + worker * chunk.Bytes();
+                                const float scale = ReadScale(sent + scales, piece.first_block + block);
+                                float decoded[1024];
+                                for (int64_t at = 0; at < n; at += std::size(decoded)) {
+                                  const int64_t count = std::min<int64_t>(n - at, std::size(decoded));
+                                  plan.backend->decode(DType::kFloat32, sent + codes + at, scale, count, book,
+                                                       worker == 0 ? sum + at : decoded, 0, /*stream=*/false);
+                                  for (int64_t i = 0; worker > 0 && i < count; ++i) {
+                                    sum[at + i] += decoded[i];
+                                  }
+                                }
+                              }
+                            });
 }
 
 std::string CheckReduced(const Plan& plan, const std::vector<Layout::Chunk>& chunks, int64_t slice,

@@ -53,6 +53,14 @@ std::string CheckShardSizes(const Plan& plan, const Layout::Chunk& chunk, int64_
 // Their encoded sum, a chunk of the same size.
 void ReduceShards(const Plan& plan, const Layout::Chunk& chunk, int64_t shard, int64_t slice,
                   const uint8_t* payload, uint8_t* out, const ParallelFor& parallel_for);
+// The sum itself, of the chunk's elements, which are `count` consecutive ones of the tensors' elements one
+// after another, from `first` on.
+struct Elements {
+  int64_t first, count;
+};
+Elements ElementsOf(const Plan& plan, const Layout::Chunk& chunk);
+void SumShards(const Plan& plan, const Layout::Chunk& chunk, const uint8_t* payload, float* out,
+               const ParallelFor& parallel_for);
 
 // Check the chunks of one slice, one after another.
 std::string CheckReduced(const Plan& plan, const std::vector<Layout::Chunk>& chunks, int64_t slice,

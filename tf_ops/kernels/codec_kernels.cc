@@ -46,6 +46,11 @@ struct Cpu {
     return "";
   }
 
+  static void Sum(OpKernelContext* ctx, const Plan& plan, const Layout::Chunk& chunk, const uint8_t* payload,
+                  float* out) {
+    SumShards(plan, chunk, payload, out, OnTensorFlowsThreads(ctx));
+  }
+
   static std::string Decode(OpKernelContext* ctx, const Plan& plan,
                             const std::vector<std::vector<Layout::Chunk>>& slices,
                             const std::vector<const uint8_t*>& payloads, double factor,
@@ -62,6 +67,7 @@ struct Cpu {
 
 REGISTER_KERNEL_BUILDER(Name("Hvd8bitEncodeList").Device(tensorflow::DEVICE_CPU), EncodeListOp<Cpu>);
 REGISTER_KERNEL_BUILDER(Name("Hvd8bitReduceShards").Device(tensorflow::DEVICE_CPU), ReduceShardsOp<Cpu>);
+REGISTER_KERNEL_BUILDER(Name("Hvd8bitSumShards").Device(tensorflow::DEVICE_CPU), SumShardsOp<Cpu>);
 REGISTER_KERNEL_BUILDER(Name("Hvd8bitDecodeList").Device(tensorflow::DEVICE_CPU), DecodeListOp<Cpu>);
 
 }  // namespace

@@ -10,6 +10,7 @@
 //   std::string CheckReduced(plan, chunks, slice, payload, bytes)
 //   std::string Encode(ctx, plan, chunks, slice, data, payload)
 //   std::string Reduce(ctx, plan, chunk, shard, slice, payload, out, name)
+//   void Sum(ctx, plan, chunk, payload, out)        on CPUs only
 //   std::string Decode(ctx, plan, slices, payloads, factor, out, name)
 #ifndef HVD8BIT_KERNELS_LIST_OPS_H_
 #define HVD8BIT_KERNELS_LIST_OPS_H_
@@ -47,7 +48,7 @@ inline DType DTypeOf(tensorflow::DataType dtype) {
   }
 }
 
-// What the three ops share: settings, and the plan made of them and a call's inputs.
+// What all ops share: settings, and the plan made of them and a call's inputs.
 template <typename Device>
 class ListOp : public OpKernel {
  public:
@@ -118,7 +119,7 @@ class ListOp : public OpKernel {
   }
 
   // What was received is wrong. Other workers may be waiting for this one, so the cause is logged at once.
-  absl::Status Received(const std::string& error) const {
+  absl::Status Wrong(const std::string& error) const {
     LOG(ERROR) << "hvd8bit: " << name() << ": " << error;
     return absl::InvalidArgumentError(name() + ": " + error);
   }
@@ -169,43 +170,83 @@ class EncodeListOp : public ListOp<Device> {
   }
 };
 
+// What the two ops share that take what all workers sent for one chunk.
 template <typename Device>
-class ReduceShardsOp : public ListOp<Device> {
+class ReceivingOp : public ListOp<Device> {
  public:
   using ListOp<Device>::ListOp;
 
-  void Compute(OpKernelContext* ctx) override {
-    OP_REQUIRES_OK(ctx, this->CheckEarlierSteps());
-    OpInputList like;
-    OP_REQUIRES_OK(ctx, ctx->input_list("like", &like));
+ protected:
+  struct Received {
     std::unique_ptr<Plan> plan;
-    OP_REQUIRES_OK(ctx, this->MakePlan(ctx, like, &plan));
-    OP_REQUIRES_OK(ctx, this->ReadSeed(ctx, plan.get()));
-    const Tensor *payload, *splits, *shard_input;
-    OP_REQUIRES_OK(ctx, ctx->input("payload", &payload));
-    OP_REQUIRES_OK(ctx, ctx->input("splits", &splits));
-    OP_REQUIRES_OK(ctx, ctx->input("shard", &shard_input));
-    OP_REQUIRES(
-        ctx, payload->dims() == 1 && splits->dims() == 1 && shard_input->dims() == 0,
-        absl::InvalidArgumentError("payload and splits must be vectors and shard a scalar, got shapes " +
-                                   payload->shape().DebugString() + ", " + splits->shape().DebugString() +
-                                   " and " + shard_input->shape().DebugString()));
-    const int64_t shard = shard_input->scalar<int32_t>()();
-    OP_REQUIRES(ctx, shard >= 0 && shard < plan->layout.shards(),
-                absl::InvalidArgumentError("shard must be in [0, " + std::to_string(plan->layout.shards()) +
-                                           "), got " + std::to_string(shard)));
+    int64_t shard;
+    Layout::Chunk chunk;
+    const uint8_t* payload;
+  };
+
+  absl::Status Read(OpKernelContext* ctx, Received* received) const {
+    TF_RETURN_IF_ERROR(this->CheckEarlierSteps());
+    OpInputList like;
+    TF_RETURN_IF_ERROR(ctx->input_list("like", &like));
+    TF_RETURN_IF_ERROR(this->MakePlan(ctx, like, &received->plan));
+    const Tensor *payload, *splits, *shard;
+    TF_RETURN_IF_ERROR(ctx->input("payload", &payload));
+    TF_RETURN_IF_ERROR(ctx->input("splits", &splits));
+    TF_RETURN_IF_ERROR(ctx->input("shard", &shard));
+    if (payload->dims() != 1 || splits->dims() != 1 || shard->dims() != 0) {
+      return absl::InvalidArgumentError("payload and splits must be vectors and shard a scalar, got shapes " +
+                                        payload->shape().DebugString() + ", " +
+                                        splits->shape().DebugString() + " and " +
+                                        shard->shape().DebugString());
+    }
+    const Plan& plan = *received->plan;
+    received->shard = shard->scalar<int32_t>()();
+    if (received->shard < 0 || received->shard >= plan.layout.shards()) {
+      return absl::InvalidArgumentError("shard must be in [0, " + std::to_string(plan.layout.shards()) +
+                                        "), got " + std::to_string(received->shard));
+    }
     const auto flat = splits->vec<int32_t>();
     const std::vector<int64_t> sent(flat.data(), flat.data() + flat.size());
-    const Layout::Chunk chunk = plan->layout.GetChunk(shard, this->slice_);
-    const uint8_t* received = payload->flat<uint8_t>().data();
-    const std::string error =
-        Device::CheckShards(*plan, chunk, shard, this->slice_, received, payload->NumElements(), sent);
-    OP_REQUIRES(ctx, error.empty(), this->Received(error));
+    received->chunk = plan.layout.GetChunk(received->shard, this->slice_);
+    received->payload = payload->flat<uint8_t>().data();
+    const std::string error = Device::CheckShards(plan, received->chunk, received->shard, this->slice_,
+                                                  received->payload, payload->NumElements(), sent);
+    return error.empty() ? absl::OkStatus() : this->Wrong(error);
+  }
+};
 
+template <typename Device>
+class ReduceShardsOp : public ReceivingOp<Device> {
+ public:
+  using ReceivingOp<Device>::ReceivingOp;
+
+  void Compute(OpKernelContext* ctx) override {
+    typename ReceivingOp<Device>::Received received;
+    OP_REQUIRES_OK(ctx, this->Read(ctx, &received));
+    OP_REQUIRES_OK(ctx, this->ReadSeed(ctx, received.plan.get()));
     Tensor* reduced;
-    OP_REQUIRES_OK(ctx, ctx->allocate_output("reduced", TensorShape({chunk.Bytes()}), &reduced));
-    OP_REQUIRES_OK(ctx, this->Done(Device::Reduce(ctx, *plan, chunk, shard, this->slice_, received,
-                                                  reduced->flat<uint8_t>().data(), this->name())));
+    OP_REQUIRES_OK(ctx, ctx->allocate_output("reduced", TensorShape({received.chunk.Bytes()}), &reduced));
+    OP_REQUIRES_OK(
+        ctx, this->Done(Device::Reduce(ctx, *received.plan, received.chunk, received.shard, this->slice_,
+                                       received.payload, reduced->flat<uint8_t>().data(), this->name())));
+  }
+};
+
+// On CPUs only: what error feedback needs beside the encoded sum.
+template <typename Device>
+class SumShardsOp : public ReceivingOp<Device> {
+ public:
+  using ReceivingOp<Device>::ReceivingOp;
+
+  void Compute(OpKernelContext* ctx) override {
+    typename ReceivingOp<Device>::Received received;
+    OP_REQUIRES_OK(ctx, this->Read(ctx, &received));
+    const Elements elements = ElementsOf(*received.plan, received.chunk);
+    Tensor *sum, *first;
+    OP_REQUIRES_OK(ctx, ctx->allocate_output("sum", TensorShape({elements.count}), &sum));
+    OP_REQUIRES_OK(ctx, ctx->allocate_output("first", TensorShape({}), &first));
+    first->scalar<int64_t>()() = elements.first;
+    Device::Sum(ctx, *received.plan, received.chunk, received.payload, sum->flat<float>().data());
   }
 };
 
@@ -235,7 +276,7 @@ class DecodeListOp : public ListOp<Device> {
       received.push_back(payload.flat<uint8_t>().data());
       const std::string error =
           Device::CheckReduced(*plan, slices.back(), slice, received.back(), payload.NumElements());
-      OP_REQUIRES(ctx, error.empty(), this->Received(error));
+      OP_REQUIRES(ctx, error.empty(), this->Wrong(error));
     }
 
     // A tensor that nobody else holds is overwritten: no second copy of the gradients.

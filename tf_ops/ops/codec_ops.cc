@@ -26,7 +26,15 @@ absl::Status CheckVectors(InferenceContext* c, const char* name) {
   return absl::OkStatus();
 }
 
-// The list is `like` or `tensors`; how it is encoded is the same in all three ops.
+// What all workers sent for one chunk.
+absl::Status CheckReceived(InferenceContext* c) {
+  TF_RETURN_IF_ERROR(CheckVectors(c, "payload"));
+  TF_RETURN_IF_ERROR(CheckVectors(c, "splits"));
+  TF_RETURN_IF_ERROR(CheckScalar(c, "shards"));
+  return CheckScalar(c, "shard");
+}
+
+// The list is `like` or `tensors`; how it is encoded is the same in all ops.
 #define HVD8BIT_SETTINGS                                       \
   Attr("T: list({float, double, half, bfloat16}) >= 1")        \
       .Attr("data_type: string")                               \
@@ -64,12 +72,25 @@ REGISTER_OP("Hvd8bitReduceShards")
     .Output("reduced: uint8")
     .HVD8BIT_SETTINGS.Attr("slice: int >= 0 = 0")
     .SetShapeFn([](InferenceContext* c) {
-      TF_RETURN_IF_ERROR(CheckVectors(c, "payload"));
-      TF_RETURN_IF_ERROR(CheckVectors(c, "splits"));
-      TF_RETURN_IF_ERROR(CheckScalar(c, "shards"));
-      TF_RETURN_IF_ERROR(CheckScalar(c, "shard"));
+      TF_RETURN_IF_ERROR(CheckReceived(c));
       TF_RETURN_IF_ERROR(CheckScalar(c, "seed"));
       c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
+      return absl::OkStatus();
+    });
+
+REGISTER_OP("Hvd8bitSumShards")
+    .Input("payload: uint8")
+    .Input("splits: int32")
+    .Input("like: T")
+    .Input("shards: int32")
+    .Input("shard: int32")
+    .Output("sum: float")
+    .Output("first: int64")
+    .HVD8BIT_SETTINGS.Attr("slice: int >= 0 = 0")
+    .SetShapeFn([](InferenceContext* c) {
+      TF_RETURN_IF_ERROR(CheckReceived(c));
+      c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
+      c->set_output(1, c->Scalar());
       return absl::OkStatus();
     });
 
