@@ -108,6 +108,7 @@ def test_eager_exchanges_of_many_sizes_trace_a_few_graphs(hvd):
         got = hvd.allreduce(tf.fill([elements], float(hvd.rank())), compression=ALL(data_type="mantissa"))
         assert np.all(got.numpy() == np.float32((hvd.size() - 1) / 2))
     graph = exchange._graph_of_exchange(
+        exchange.exchange,
         hvd8bit.EightBit(data_type="mantissa").encoding,
         collectives.HorovodComm(),
         "hvd8bit_eager",
