@@ -6,10 +6,13 @@ all alike where the workers have the same tensors and settings. What differs is 
 
 from __future__ import annotations
 
+import functools
+
 import tensorflow as tf
 
 from hvd8bit import datatypes
 from hvd8bit.encoding import ROUNDINGS
+from hvd8bit.graphs import unordered
 from hvd8bit.layout import HEADER_BYTES
 
 
@@ -24,17 +27,34 @@ def check_headers(everyones: tf.Tensor, own: tf.Tensor, workers: tf.Tensor) -> t
     Raises:
       tf.errors.InvalidArgumentError: when it runs, and a worker's tensors or settings differ.
     """
-    size, total = tf.size(own, out_type=tf.int64), tf.size(everyones, out_type=tf.int64)
-    header = own[:HEADER_BYTES]
-
-    def headers_equal():
-        headers = tf.reshape(everyones, [workers, size])[:, :HEADER_BYTES]
-        return tf.reduce_all(tf.equal(headers, header))
-
-    alike = tf.cond(tf.equal(total, workers * size), headers_equal, lambda: tf.constant(False))
-    checked = tf.cond(alike, lambda: tf.constant(True), lambda: _complain(everyones, header, size, total))
+    with unordered():
+        checked = _checking()(everyones, own, workers)
     with tf.control_dependencies([checked]):
         return tf.identity(everyones)
+
+
+@functools.lru_cache(maxsize=1)
+def _checking():
+    """Traced once, and a function of its own in graphs: a step may check the chunks of hundreds of small gradients."""
+    chunk = tf.TensorSpec([None], tf.uint8)
+
+    @tf.function(
+        autograph=False,
+        input_signature=[chunk, chunk, tf.TensorSpec([], tf.int64)],
+        experimental_attributes={"_noinline": True},
+    )
+    def check(everyones, own, workers):
+        size, total = tf.size(own, out_type=tf.int64), tf.size(everyones, out_type=tf.int64)
+        header = own[:HEADER_BYTES]
+
+        def headers_equal():
+            headers = tf.reshape(everyones, [workers, size])[:, :HEADER_BYTES]
+            return tf.reduce_all(tf.equal(headers, header))
+
+        alike = tf.cond(tf.equal(total, workers * size), headers_equal, lambda: tf.constant(False))
+        return tf.cond(alike, lambda: tf.constant(True), lambda: _complain(everyones, header, size, total))
+
+    return check
 
 
 def _complain(everyones, header, size, total):
@@ -66,11 +86,13 @@ def _complain(everyones, header, size, total):
         )
 
     def other_settings(theirs):
-        return tf.strings.format(
-            "the chunk from worker {} was encoded with other settings: data_type={}, block_size={}, rounding={}, this "
-            "worker uses data_type={}, block_size={}, rounding={}; settings (data_type, block_size, scaling, rounding) "
-            "must be the same on all workers",
-            [worker, *_settings(theirs), *_settings(header)],
+        # tf.strings.format would put strings between quotation marks.
+        return tf.strings.join(
+            [
+                tf.strings.format("the chunk from worker {} was encoded with other settings: ", worker),
+                *(_settings(theirs), ", this worker uses ", _settings(header)),
+                "; settings (data_type, block_size, scaling, rounding) must be the same on all workers",
+            ]
         )
 
     def missing():
@@ -98,11 +120,12 @@ def _settings(header):
     for name in datatypes.DATA_TYPES:
         names[datatypes.data_type_id(name)] = name
     roundings = [*ROUNDINGS, *["?"] * (256 - len(ROUNDINGS))]
-    return (
-        tf.constant(names)[tf.cast(header[6], tf.int32)],
-        _number(header[8:12], tf.int32),
-        tf.constant(roundings)[tf.cast(header[7], tf.int32)],
-    )
+    values = [
+        ("data_type=", tf.constant(names)[tf.cast(header[6], tf.int32)]),
+        (", block_size=", tf.strings.as_string(_number(header[8:12], tf.int32))),
+        (", rounding=", tf.constant(roundings)[tf.cast(header[7], tf.int32)]),
+    ]
+    return tf.strings.join([part for pair in values for part in pair])
 
 
 def _tensors(header):

@@ -133,7 +133,8 @@ DIFFERENCES = {
     "data type": (
         lambda r: [np.ones(120, np.float32)],
         {"data_type": ("linear", "linear", "mantissa")},
-        r'from worker 2 was encoded with other settings: data_type="?mantissa.*this worker uses data_type="?linear',
+        "from worker 2 was encoded with other settings: data_type=mantissa, block_size=1024, rounding=nearest, this "
+        "worker uses data_type=linear",
     ),
     "scaling": (
         lambda r: [np.ones(120, np.float32)],
