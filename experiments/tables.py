@@ -204,7 +204,10 @@ def _shown_difference(values: list[float], what: str, bold: bool) -> str:
     if not all(map(math.isfinite, values)):
         return "**no number**"
     mean = sum(values) / len(values)
-    text = f"{mean:+.2f}" if what == "error" else f"{100 * math.expm1(mean):+.0f} %"
+    percent = 100 * math.expm1(mean)
+    # What is not chance is not shown as nothing.
+    shown = f"{percent:+.1g} %" if bold and abs(percent) < 1 else f"{percent:+.0f} %"
+    text = f"{mean:+.2f}" if what == "error" else shown
     return f"**{text}**" if bold else text
 
 
