@@ -107,6 +107,7 @@ def _losses(with_rows: list[tuple[Experiment, list]], path: pathlib.Path) -> Non
     """Each run's last training loss over that of 32 bit with the same seed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, NullFormatter
 
     figure = Figure(figsize=(9, 1 + 2.2 * len(with_rows)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -120,8 +121,13 @@ def _losses(with_rows: list[tuple[Experiment, list]], path: pathlib.Path) -> Non
                 axes.plot(experiment.arms.index(arm), loss / beside, "o", color="tab:blue", alpha=0.5)
         axes.axhline(1, color="grey", linewidth=1)
         axes.set_yscale("log")
-        for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-            set_formatter(lambda value, _: f"{value:.3g}")
+        low, high = axes.get_ylim()
+        if high > 5 * low:
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        else:
+            axes.yaxis.set_minor_locator(MaxNLocator(5))
+            axes.yaxis.set_minor_formatter(lambda value, _: f"{value:.4g}")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
         axes.tick_params(axis="y", which="both", labelsize=7)
         axes.set_title(experiment.title, fontsize=10)
         axes.set_ylabel("loss / 32 bit's")
