@@ -14,7 +14,7 @@ import tensorflow as tf
 from experiments.configuration import Arm
 from hvd8bit import ops
 from hvd8bit.encoding import Encoding
-from hvd8bit.exchange import withheld
+from hvd8bit.exchange import not_sent, with_errors_of_sum
 from hvd8bit.feedback import keep
 from hvd8bit.planning import BUCKET_ELEMENTS
 from hvd8bit.selection import Selection
@@ -41,8 +41,9 @@ def mean_with_errors(
     for worker, tensors in enumerate(of_workers):
         chunks, sizes = received[worker]
         total = ops.sum_shards(chunks, sizes, tensors, workers, worker, encoding)
-        how = {"shards": workers, "scale": tf.constant(float(workers), tf.float64)}
-        errors.append(withheld(tensors, outputs, [payloads[worker]], [total], encoding, **how))
+        own = not_sent(tensors, [payloads[worker]], workers, encoding)
+        scale = tf.constant(float(workers), tf.float64)
+        errors.append(with_errors_of_sum(own, [total], outputs, encoding, workers=workers, scale=scale))
     return outputs, errors
 
 

@@ -38,6 +38,7 @@ def exchange(
     mode: str = SCATTER_REDUCE,
     slices: int | None = None,
     seeds: Sequence | None = None,
+    trail: Trail | None = None,
 ) -> list[tf.Tensor]:
     """The sum of all workers' tensors, in 8 bits on the wire, times factor / number of workers.
 
@@ -52,6 +53,7 @@ def exchange(
       mode: one of `hvd8bit.modes.MODES`, the same on all workers.
       slices: how many, the same on all workers; None: `number_of_slices`.
       seeds: this worker's own, two int64 scalars: how stochastic rounding goes; None draws them.
+      trail: is filled, for `exchange_with_errors`.
 
     Returns:
       Tensors like `tensors`, bit-identical on all workers. Each worker sends 2 (N-1)/N · (1 + 4/block_size) bytes per
@@ -60,19 +62,22 @@ def exchange(
     Raises:
       tf.errors.InvalidArgumentError: workers' tensors or settings differ.
     """
-    return _exchange(tensors, encoding, comm, factor, name, mode, slices, seeds)
+    slices = number_of_slices(tensors) if slices is None else slices
+    way = _all_to_all_workers if mode == ALLGATHER else _scatter_reduce
+    seeds = dither.seeds(encoding, SEEDS, comm=comm, name=name) if seeds is None else seeds
+    return way(tensors, encoding, comm, factor, name, slices, seeds, trail)
+
+
+@dataclasses.dataclass
+class Trail:
+    """What an exchange leaves behind: what this worker has not sent; of its chunk, slice by slice, sum and place."""
+
+    errors: list[tf.Tensor] = dataclasses.field(default_factory=list)
+    sums: list[tuple[tf.Tensor, tf.Tensor]] = dataclasses.field(default_factory=list)
 
 
 def exchange_with_errors(
-    tensors: Sequence[tf.Tensor],
-    encoding: Encoding,
-    comm,
-    *,
-    factor,
-    name: str,
-    mode: str = SCATTER_REDUCE,
-    slices: int | None = None,
-    seeds: Sequence | None = None,
+    tensors: Sequence[tf.Tensor], encoding: Encoding, comm, *, factor, mode: str = SCATTER_REDUCE, **settings
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """`exchange`, and what roundings made this worker withhold from its outputs.
 
@@ -83,39 +88,44 @@ def exchange_with_errors(
       outputs: as of `exchange`, the same bits.
       errors: tensors like `tensors`, this worker's own: what it has not sent of them, and in the chunk that it adds up
         for all what it has not sent of the sum. Outputs plus factor / workers times all workers' errors are what an
-        exact exchange would have given, to float32's precision.
+        exact exchange would have given, to float32's precision, but for what a fixed scale cuts off.
     """
-    trail = _Trail()
-    outputs = _exchange(tensors, encoding, comm, factor, name, mode, slices, seeds, trail)
-    shards = one_chunk(comm) if mode == ALLGATHER else comm.size_tensor()
-    scale = tf.cast(comm.size_tensor(), tf.float64) / tf.cast(factor, tf.float64)
-    return outputs, withheld(tensors, outputs, trail.payloads, trail.sums, encoding, shards=shards, scale=scale)
+    trail = Trail()
+    outputs = exchange(tensors, encoding, comm, factor=factor, mode=mode, trail=trail, **settings)
+    if mode == ALLGATHER:
+        return outputs, trail.errors
+    workers = comm.size_tensor()
+    scale = tf.cast(workers, tf.float64) / tf.cast(factor, tf.float64)
+    return outputs, with_errors_of_sum(trail.errors, trail.sums, outputs, encoding, workers=workers, scale=scale)
 
 
-def withheld(
-    tensors: Sequence[tf.Tensor], outputs: Sequence[tf.Tensor], payloads, sums, encoding: Encoding, *, shards, scale
+def not_sent(
+    tensors: Sequence[tf.Tensor], payloads: Sequence[tf.Tensor], shards, encoding: Encoding
 ) -> list[tf.Tensor]:
-    """The errors of one worker, see `exchange_with_errors`.
+    """Tensors less what was made of them: `payloads`, slice by slice, each of so many chunks."""
+    sent = ops.decode_list(payloads, tensors, shards, encoding, factor=tf.cast(shards, tf.float64))
+    return [_within(encoding.fixed_scale, tensor) - rounded for tensor, rounded in zip(tensors, sent)]
+
+
+def with_errors_of_sum(
+    errors, sums, outputs: Sequence[tf.Tensor], encoding: Encoding, *, workers, scale
+) -> list[tf.Tensor]:
+    """`errors` of one worker, and in the chunk that it has added up, what its sum has lost.
 
     Args:
-      tensors, outputs: what it brought, and what came of the exchange.
-      payloads: what it encoded, slice by slice.
-      sums: slice by slice, what `ops.sum_shards` made of what it received: (sum, first); empty where it added nothing.
-      shards: into how many chunks the payloads are cut.
+      errors: from `not_sent`.
+      sums: slice by slice, what `ops.sum_shards` made of what it received: (sum, first).
+      outputs: what came of the exchange.
+      workers: how many.
       scale: float64 scalar: outputs times it are sums.
     """
-    sent = ops.decode_list(payloads, tensors, shards, encoding, factor=tf.cast(shards, tf.float64))
-    errors = [_within(tensor, encoding.fixed_scale) - rounded for tensor, rounded in zip(tensors, sent)]
-    if not sums:
-        return errors
-    sizes = [tf.size(tensor, tf.int64) for tensor in tensors]
+    sizes = [tf.size(output, tf.int64) for output in outputs]
     starts = tf.cumsum(tf.stack(sizes), exclusive=True)
     counts = [tf.size(total, tf.int64) for total, _ in sums]
     # Of a slice without elements the place says nothing.
     firsts = [tf.where(n > 0, first, starts[-1] + sizes[-1]) for n, (_, first) in zip(counts, sums)]
     first = tf.reduce_min(tf.stack(firsts))
-    limit = tf.cast(shards, tf.float32) * encoding.fixed_scale
-    total = _within(tf.concat([total for total, _ in sums], 0), limit if encoding.fixed_scale else 0.0)
+    total = _within(encoding.fixed_scale, tf.concat([total for total, _ in sums], 0), workers)
     results = []
     for i, (error, output, size) in enumerate(zip(errors, outputs, sizes)):
         # The part of this tensor that is in the chunk.
@@ -128,24 +138,10 @@ def withheld(
     return results
 
 
-def _within(tensor: tf.Tensor, largest) -> tf.Tensor:
-    """What an encoding can hold: with a fixed scale nothing above it. 0: no such limit."""
-    return tensor if isinstance(largest, float) and largest == 0.0 else tf.clip_by_value(tensor, -largest, largest)
-
-
-@dataclasses.dataclass
-class _Trail:
-    """What an exchange leaves behind of each slice: the chunks that were sent; of this worker's chunk sum and place."""
-
-    payloads: list[tf.Tensor] = dataclasses.field(default_factory=list)
-    sums: list[tuple[tf.Tensor, tf.Tensor]] = dataclasses.field(default_factory=list)
-
-
-def _exchange(tensors, encoding: Encoding, comm, factor, name: str, mode: str, slices, seeds, trail=None):
-    slices = number_of_slices(tensors) if slices is None else slices
-    way = _all_to_all_workers if mode == ALLGATHER else _scatter_reduce
-    seeds = dither.seeds(encoding, SEEDS, comm=comm, name=name) if seeds is None else seeds
-    return way(tensors, encoding, comm, factor, name, slices, seeds, trail)
+def _within(fixed_scale: float, tensor: tf.Tensor, times=1) -> tf.Tensor:
+    """What a fixed scale can hold of so many tensors' sum; all of it with a scale for each block."""
+    limit = tf.cast(times, tf.float32) * fixed_scale
+    return tf.clip_by_value(tensor, -limit, limit) if fixed_scale else tensor
 
 
 def _scatter_reduce(tensors, encoding: Encoding, comm, factor, name: str, slices: int, seeds, trail) -> list[tf.Tensor]:
@@ -153,13 +149,13 @@ def _scatter_reduce(tensors, encoding: Encoding, comm, factor, name: str, slices
     gathered = []
     encoded: list[tf.Tensor] = []
     checked: list[tf.Tensor] = []
+    payloads = []
     for slice_ in range(slices):
         # One slice is encoded after another, so that the first can leave at once.
         with tf.control_dependencies(encoded):
             payload, splits = ops.encode_list(tensors, shards, encoding, slices=slices, slice_=slice_, seed=seeds[0])
         encoded = [payload]
-        if trail is not None:
-            trail.payloads.append(payload)
+        payloads.append(payload)
         # The other slices leave when the first has shown that all workers have the same tensors and settings. Workers
         # that differ would else wait for slices that nobody sends.
         with tf.control_dependencies(checked):
@@ -173,7 +169,11 @@ def _scatter_reduce(tensors, encoding: Encoding, comm, factor, name: str, slices
                 sums = ops.sum_shards(received, sent, tensors, shards, shard, encoding, slices=slices, slice_=slice_)
             trail.sums.append(sums)
         gathered.append(comm.allgather(mine, f"{name}_back_{slice_}"))
-    return ops.decode_list(gathered, tensors, shards, encoding, factor=factor)
+    if trail is not None:
+        trail.errors = not_sent(tensors, payloads, shards, encoding)
+    # The results may then take the tensors' place.
+    with tf.control_dependencies([] if trail is None else trail.errors):
+        return ops.decode_list(gathered, tensors, shards, encoding, factor=factor)
 
 
 def _all_to_all_workers(
@@ -184,14 +184,14 @@ def _all_to_all_workers(
     sizes, gathered = [], []
     encoded: list[tf.Tensor] = []
     checked: list[tf.Tensor] = []
+    payloads = []
     for slice_ in range(slices):
         with tf.control_dependencies(encoded):
             payload, _ = ops.encode_list(
                 tensors, one_chunk(comm), encoding, slices=slices, slice_=slice_, seed=seeds[0]
             )
         encoded = [payload]
-        if trail is not None:
-            trail.payloads.append(payload)
+        payloads.append(payload)
         # The name of the other mode's first round: should workers choose differently, Horovod says so at once.
         with tf.control_dependencies(checked):
             everyones = comm.allgather(payload, f"{name}_out_{slice_}")
@@ -199,6 +199,8 @@ def _all_to_all_workers(
         checked = checked or [everyones]
         sizes.append(tf.size(payload, out_type=tf.int64))
         gathered.append(everyones)
+    if trail is not None:
+        trail.errors = not_sent(tensors, payloads, one_chunk(comm), encoding)
 
     def share_of(worker):
         chunks = [chunks[worker * size : (worker + 1) * size] for chunks, size in zip(gathered, sizes)]

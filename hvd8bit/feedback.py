@@ -189,10 +189,22 @@ def feedback_of(value) -> ErrorFeedback | None:
     )
 
 
+def with_residual(gradient: tf.Tensor, residual: tf.Variable) -> tuple[tf.Tensor, tf.Tensor]:
+    """Their sum in the gradient's dtype, and what that dtype leaves of the residual: nothing but for halves."""
+    wide = tf.float64 if gradient.dtype == tf.float64 else tf.float32
+    corrected = tf.cast(gradient, wide) + tf.cast(residual, wide)
+    result = tf.cast(corrected, gradient.dtype)
+    return result, tf.cast(corrected - tf.cast(result, wide), tf.float32)
+
+
 def keep(errors: Sequence[tuple[tf.Variable, tf.Tensor]], results: Sequence) -> None:
     """Assigns residuals unless one of the step's results, which all workers have alike, is not finite."""
     values = [result.values if isinstance(result, tf.IndexedSlices) else result for result in results]
     finite = [tf.reduce_all(tf.math.is_finite(x)) for x in values if x is not None and x.dtype.is_floating]
     all_finite = tf.reduce_all(tf.stack(finite))
-    for residual, error in errors:
-        residual.assign(tf.where(all_finite, error, residual))
+
+    def assign():
+        for residual, error in errors:
+            residual.assign(error)
+
+    tf.cond(all_finite, assign, lambda: None)

@@ -18,7 +18,7 @@ from hvd8bit import collectives, planning
 from hvd8bit.collectives import HorovodComm
 from hvd8bit.compression import EightBitCompressor, check_compression, check_process_set
 from hvd8bit.exchange import correcting_exchange, differentiable_exchange, exchange_slices
-from hvd8bit.feedback import keep
+from hvd8bit.feedback import ErrorFeedback, keep, with_residual
 from hvd8bit.graphs import keeps_order
 from hvd8bit.variables import tf_variable
 
@@ -66,7 +66,7 @@ def reduce_gradients(
         first gradient or setting that differs and the values.
     """
     check_compression(compression)
-    feedback = getattr(compression, "feedback", None)
+    feedback = compression.feedback if isinstance(compression, EightBitCompressor) else None
     if feedback is not None and collectives.elastic():
         raise ValueError(
             "error_feedback must be False in an elastic job, got True: a worker's residuals would be lost with it"
@@ -92,7 +92,7 @@ def reduce_gradients(
             "knows it"
         )
     plan = planning.make(gradients, names, variables, compression, sparse_as_dense)
-    residuals, refusal = _residuals(plan, compression, variables, comm)
+    residuals, refusal = _residuals(feedback, plan, variables, comm)
     settings = f"compression={compression!r}, average={average}, factor={factor}, scope={scope}"
     if observer is not None:
         settings += f", {observer}"
@@ -154,9 +154,10 @@ def _scale(op, predivide: float) -> tuple[bool, float]:
     return average, (1.0 / predivide) * predivide
 
 
-def _residuals(plan, compression, variables, comm: HorovodComm) -> tuple[dict[int, tf.Variable], str]:
+def _residuals(
+    feedback: ErrorFeedback | None, plan, variables, comm: HorovodComm
+) -> tuple[dict[int, tf.Variable], str]:
     """By position, of the gradients to encode: where what is not sent is kept; and why that cannot be, or ""."""
-    feedback = compression.feedback if isinstance(compression, EightBitCompressor) else None
     if feedback is None:
         return {}, ""
     if not keeps_order():
@@ -210,12 +211,9 @@ def _reduce(plan, compression, comm: HorovodComm, average, factor, predivide, sc
     for at, gradient in enumerate(as_they_are):
         # One that is encoded in other steps takes along what it owes.
         if gradient.position in residuals:
-            residual, dtype = residuals[gradient.position], gradient.tensor.dtype
-            corrected = tf.cast(gradient.tensor, tf.float32) + residual
-            sent = tf.cast(corrected, dtype) if dtype.size == 2 else gradient.tensor + tf.cast(residual, dtype)
+            sent, owed = with_residual(gradient.tensor, residuals[gradient.position])
             as_they_are[at] = dataclasses.replace(gradient, tensor=sent)
-            owed = corrected - tf.cast(sent, tf.float32) if dtype.size == 2 else tf.zeros_like(residual)
-            errors.append((residual, owed))
+            errors.append((residuals[gradient.position], owed))
     plain = None if isinstance(compression, EightBitCompressor) else compression
     for dtype in sorted({g.tensor.dtype.name for g in as_they_are}):
         # bfloat16 is none of Horovod's dtypes; beside EightBit float16 is summed as float32, too.

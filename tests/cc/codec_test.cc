@@ -139,6 +139,8 @@ bool Digest(const Plan& plan, const List& list, int64_t shard, const Received& r
   if (reducible) {
     Bytes reduced(chunk.Bytes());
     ReduceShards(plan, chunk, shard, 0, exact.get(), reduced.data(), Threads);
+    std::vector<float> sum(ElementsOf(plan, chunk).count);
+    SumShards(plan, chunk, exact.get(), sum.data(), Threads);
   }
   const auto chunks = SliceOfAllChunks(plan.layout, 0);
   const bool decodable = CheckReduced(plan, chunks, 0, exact.get(), bytes).empty();

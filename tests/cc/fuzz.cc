@@ -171,6 +171,8 @@ class Scene {
       ReduceShards(plan_, chunks_[shard], shard, slice_, payload, reduced.get(), OnThisThread);
       CHECK(CheckReduced(plan_, {chunks_[shard]}, slice_, reduced.get(), chunks_[shard].Bytes()).empty() ||
             shard > 0);
+      const auto sum = Exact(Bytes(ElementsOf(plan_, chunks_[shard]).count * sizeof(float), 0xa5));
+      SumShards(plan_, chunks_[shard], payload, reinterpret_cast<float*>(sum.get()), OnThisThread);
 #if defined(HVD8BIT_CUDA)
       if (on_cuda) {
         const auto again = Exact(Bytes(chunks_[shard].Bytes(), 0x5a));

@@ -126,6 +126,20 @@ def test_eight_bit_training_follows_one_process(hvd):
     assert same_on_all(hvd, np.concatenate([np.ravel(weights) for weights in weights_of_all(model)]))
 
 
+def test_error_feedback_of_the_lower_gradients(hvd):
+    coarse = hvd8bit.EightBit(data_type="linear", block_size=None, min_elements=0, error_feedback=True)
+    with pytest.raises(ValueError, match="error_feedback must be False for activations"):
+        HybridModel(make_lower(), make_upper(), SUB_BATCHES, compression=coarse)
+    model = HybridModel(make_lower(), make_upper(), SUB_BATCHES, compression=None, gradient_compression=coarse)
+    model.build((None, 6, 6, 1))
+    model.compile(keras.optimizers.SGD(0.1), loss="sparse_categorical_crossentropy")
+    for step in range(2):
+        model.train_on_batch(*union(hvd, ROWS[0], seed=step)[0])
+    shapes = [tuple(residual.shape) for residual in coarse.feedback.residuals.values() if residual.numpy().any()]
+    expected = [tuple(variable.shape) for variable in model.lower.trainable_variables] if hvd.size() > 1 else []
+    assert sorted(shapes) == sorted(expected)
+
+
 def test_an_update_after_each_sub_batch_is_a_step_of_its_own(hvd):
     """With lower weights that do not learn: K steps on the sub-batches, in order."""
     model = make(update="sub_batch")

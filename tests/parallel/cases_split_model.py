@@ -320,6 +320,18 @@ def test_replicas_need_process_sets_unless_there_is_one_stage(hvd):
     fitted(dense(1), replicas=hvd.size())
 
 
+def test_error_feedback_of_replicas(hvd):
+    coarse = hvd8bit.EightBit(data_type="linear", block_size=None, min_elements=0, error_feedback=True)
+    fitted(
+        dense(1),
+        np.random.default_rng(hvd.rank()).random((8, 4), "float32"),
+        replicas=hvd.size(),
+        gradient_compression=coarse,
+    )
+    assert len(coarse.feedback.residuals) == (2 if hvd.size() > 1 else 0)  # kernel and bias
+    assert all(residual.numpy().any() for residual in coarse.feedback.residuals.values())
+
+
 def test_a_stage_that_gives_no_floats_is_named_on_all_workers(hvd):
     stages = [[keras.layers.Dense(4), Whole()], *dense(hvd.size() - 1)]
     with pytest.raises(ValueError, match=r"stages\[0\] .*on rank 0\) must give a float tensor .*got int32"):
