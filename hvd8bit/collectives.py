@@ -57,7 +57,8 @@ class HorovodComm:
         return hash(self._key())
 
     def _key(self) -> tuple:
-        return (self.process_set_id, self._ignore_name_scope)
+        # A number alone may be that of a set which was removed.
+        return (self.process_set_id, tuple(self.ranks()), self._ignore_name_scope)
 
     @property
     def process_set_id(self) -> int:

@@ -103,10 +103,10 @@ class ErrorFeedback(tf.Module):
     def used_among(self, comm: HorovodComm) -> None:
         """Says among which workers gradients are reduced. Raises ValueError where they were others before."""
         before = self._use.process_set
-        if before is not None and before.process_set_id != comm.process_set_id:
+        if before is not None and HorovodComm(before).ranks() != comm.ranks():
             raise ValueError(
-                f"error_feedback must be used in one process set, got {comm.process_set_id} after "
-                f"{before.process_set_id}; make an hvd8bit.ErrorFeedback for each"
+                f"error_feedback must be used among the same workers, got ranks {comm.ranks()} after "
+                f"{HorovodComm(before).ranks()}; make an hvd8bit.ErrorFeedback for each process set"
             )
         self._use.process_set = comm.process_set
 

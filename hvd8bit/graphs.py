@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import weakref
 from collections.abc import Iterator
@@ -27,6 +28,11 @@ def unordered() -> Iterator[None]:
         for op in graph.get_operations()[before:]:
             if op._is_stateful and op.type not in ("ReadVariableOp", "ResourceGather"):
                 manager.run_independently(op)
+
+
+def node_name(name: str) -> str:
+    """`name` with an underscore for each character that a graph does not take in names, "My Adam" say."""
+    return re.sub(r"^(?![A-Za-z0-9.])", "x", re.sub(r"[^A-Za-z0-9_./-]", "_", name))
 
 
 class _Last(threading.local):

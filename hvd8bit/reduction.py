@@ -19,7 +19,7 @@ from hvd8bit.collectives import HorovodComm
 from hvd8bit.compression import EightBitCompressor, check_compression, check_process_set
 from hvd8bit.exchange import correcting_exchange, differentiable_exchange, exchange_slices
 from hvd8bit.feedback import ErrorFeedback, keep, with_residual
-from hvd8bit.graphs import keeps_order
+from hvd8bit.graphs import keeps_order, node_name
 from hvd8bit.variables import tf_variable
 
 
@@ -72,6 +72,7 @@ def reduce_gradients(
             "error_feedback must be False in an elastic job, got True: a worker's residuals would be lost with it"
         )
     comm = HorovodComm(process_set)
+    scope = node_name(scope)
     average, factor = _scale(op, gradient_predivide_factor)
     check_process_set(compression, comm)
     if len(gradients) != len(names):
@@ -262,7 +263,7 @@ def _bucket_name(scope: str, number: int) -> str:
 
 
 _first_collectives: dict[tuple, list[str]] = {}
-"""By process set and thread: those of the plans that its workers have agreed on, the newest last."""
+"""By workers and thread: those of the plans that its workers have agreed on, the newest last."""
 KEPT_COLLECTIVES = 8
 
 
@@ -278,11 +279,13 @@ def _agree(lines: list[str], comm: HorovodComm, started: str = "", first_collect
     if collectives.elastic():
         return
     text = "\n".join(lines)
-    key = (text, comm.process_set_id, comm.size())
+    # A process set that is removed leaves its number to the next one, which may have other workers.
+    workers = tuple(comm.ranks())
+    key = (text, workers)
     if key in _agreed:
         return
     # Another thread may be in a step of its own.
-    known = _first_collectives.setdefault((comm.process_set_id, threading.get_ident()), [])
+    known = _first_collectives.setdefault((workers, threading.get_ident()), [])
     if started:
         text = f"{lines[0]}, {started}\n" + "\n".join(lines[1:])
     with tf.init_scope():

@@ -188,7 +188,7 @@ def test_predivide_factor_changes_nothing(hvd, compression, factor):
 
 def test_two_optimizers_in_one_step(hvd, compression):
     first = DistributedOptimizer(keras.optimizers.SGD(1.0), compression=compression)
-    second = DistributedOptimizer(keras.optimizers.SGD(2.0), compression=compression)
+    second = DistributedOptimizer(keras.optimizers.SGD(2.0), name="The Second é", compression=compression)
     a, b = keras.Variable(0.0, name="w"), keras.Variable(0.0, name="w")
     first.build([a])
     second.build([b])

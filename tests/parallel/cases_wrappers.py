@@ -247,6 +247,26 @@ def test_process_sets(hvd, monkeypatch):
         hvd.remove_process_set(some)
 
 
+def test_process_sets_that_follow_each_other(hvd, monkeypatch):
+    """Horovod numbers a new set like one that was removed; its workers have other plans behind them."""
+    if hvd.size() < 3:
+        return
+    everyones = []
+    for members in ([0, 1], [0, 2], [1, 2], [0, 1]):
+        some = hvd.add_process_set(members)
+        everyones.append(some.process_set_id)
+        try:
+            if hvd.rank() in members:
+                # The first list is known to some of its workers, the second one is new.
+                for count, scope in ((1, "following"), (1 + len(everyones), f"new_{len(everyones)}")):
+                    tensors = [tf.fill([2000], hvd.rank() + 1.0)] * count
+                    for mean in reduce(tensors, process_set=some, scope=scope):
+                        assert np.all(mean.numpy() == np.mean(members) + 1)
+        finally:
+            hvd.remove_process_set(some)
+    assert len(set(everyones)) == 1
+
+
 def test_many_gradients_one_by_one(hvd):
     """Horovod's tape without groups: each gradient has an exchange of its own, under a name of its own."""
     if hvd.size() == 1:

@@ -33,9 +33,9 @@ ENCODINGS = [
 SEEDS = (tf.constant(1, tf.int64), tf.constant(2, tf.int64))
 
 
-def workers_of(process_set_id: int):
-    process_set = types.SimpleNamespace(process_set_id=process_set_id)
-    return types.SimpleNamespace(process_set_id=process_set_id, process_set=process_set)
+def workers_of(ranks: list[int]):
+    process_set = types.SimpleNamespace(process_set_id=1, ranks=ranks)
+    return types.SimpleNamespace(ranks=lambda: ranks, process_set=process_set)
 
 
 def on_boundary(x, compression):
@@ -180,10 +180,11 @@ def test_parts_of_sharded_variables_have_none():
 
 def test_one_process_set():
     feedback = ErrorFeedback([tf.Variable(tf.ones([3]))])
-    feedback.used_among(workers_of(1))
-    feedback.used_among(workers_of(1))
-    with pytest.raises(ValueError, match="error_feedback must be used in one process set, got 0 after 1"):
-        feedback.used_among(workers_of(0))
+    feedback.used_among(workers_of([0, 1]))
+    feedback.used_among(workers_of([0, 1]))
+    # A set made later may have the same number.
+    with pytest.raises(ValueError, match=r"must be used among the same workers, got ranks \[0, 2\] after \[0, 1\]"):
+        feedback.used_among(workers_of([0, 2]))
 
 
 @pytest.mark.parametrize(
