@@ -178,7 +178,8 @@ class HorovodComm:
         """Counts what a ring allreduce of the tensors makes this worker send: for what Horovod itself reduces."""
         known = [tensor.shape.num_elements() for tensor in tensors]
         sizes = [tf.size(t, out_type=tf.int64) if n is None else n for t, n in zip(tensors, known)]
-        size = tf.cast(self.size_tensor(), tf.int64)
+        # One number for the graph, but in elastic jobs: there are steps with hundreds of small gradients.
+        size = tf.cast(self.size_tensor(), tf.int64) if elastic() else self.size()
         count(2 * (size - 1) * element_bytes * sum(sizes) // size)
 
     def gather_rows(self, rows, name: str) -> tf.Tensor:

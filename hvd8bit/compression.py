@@ -27,7 +27,7 @@ from horovod.tensorflow.compression import Compressor
 from hvd8bit import collectives, modes
 from hvd8bit.collectives import HorovodComm
 from hvd8bit.encoding import Encoding
-from hvd8bit.exchange import differentiable_exchange
+from hvd8bit.exchange import differentiable_exchange, one_when_run
 from hvd8bit.feedback import ErrorFeedback, feedback_of
 from hvd8bit.graphs import let_branches_overlap
 from hvd8bit.logs import log_once
@@ -166,7 +166,7 @@ class EightBitCompressor(Compressor):
         if ctx.output is None:
             ctx.check(tensor)
             group = _pending().group_of(ctx)
-            factor = tf.cast(tensor[0], tf.float64)
+            factor = tf.cast(tensor[0] if ctx.graph is None else tensor, tf.float64)
             with tf.name_scope("hvd8bit"):
                 outputs = differentiable_exchange(
                     [handle.tensor for handle in group],
@@ -241,16 +241,17 @@ class _Handle:
         self.output = None
 
     def probe(self):
-        # On the CPU: nothing on a GPU's stream has to wait for three numbers.
+        # On the CPU: nothing on a GPU's stream has to wait for these numbers.
         with tf.device("CPU:0"):
             dtype = tf.float64 if self.tensor.dtype == tf.float64 else tf.float32
+            if self.graph is not None:
+                # Checked by the op that reduces it.
+                name = "hvd8bit_" + re.sub("[^a-zA-Z0-9_]", "_", self.tensor.name)
+                return tf.cast(one_when_run(self.comm), dtype, name=name)
             rank = self.comm.global_rank_tensor()
             scattered = tf.cast(_scattered(rank), dtype)
             rank = tf.cast(rank, dtype)
-            probe = tf.stack([tf.ones((), dtype), rank, rank * rank, scattered])
-            if self.graph is None:
-                return probe
-            return tf.identity(probe, name="hvd8bit_" + re.sub("[^a-zA-Z0-9_]", "_", self.tensor.name))
+            return tf.stack([tf.ones((), dtype), rank, rank * rank, scattered])
 
     def check(self, result) -> None:
         """Raises ValueError if Horovod did something else to the probe than a sum over our workers."""

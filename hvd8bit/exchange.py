@@ -188,7 +188,7 @@ def _all_to_all_workers(
     for slice_ in range(slices):
         with tf.control_dependencies(encoded):
             payload, _ = ops.encode_list(
-                tensors, one_chunk(comm), encoding, slices=slices, slice_=slice_, seed=seeds[0]
+                tensors, one_when_run(comm), encoding, slices=slices, slice_=slice_, seed=seeds[0]
             )
         encoded = [payload]
         payloads.append(payload)
@@ -200,7 +200,7 @@ def _all_to_all_workers(
         sizes.append(tf.size(payload, out_type=tf.int64))
         gathered.append(everyones)
     if trail is not None:
-        trail.errors = not_sent(tensors, payloads, one_chunk(comm), encoding)
+        trail.errors = not_sent(tensors, payloads, one_when_run(comm), encoding)
 
     def share_of(worker):
         chunks = [chunks[worker * size : (worker + 1) * size] for chunks, size in zip(gathered, sizes)]
@@ -239,7 +239,7 @@ def exchange_slices(
     """
     workers, values, indices = comm.size_tensor(), slices.values, slices.indices
     (seed,) = dither.seeds(encoding, comm=comm, name=name)
-    payload, _ = ops.encode_list([values], one_chunk(comm), encoding, seed=seed)
+    payload, _ = ops.encode_list([values], one_when_run(comm), encoding, seed=seed)
     # What a worker's part holds goes before its indices: rows, and bytes of the values.
     head = [tf.size(indices, indices.dtype), tf.size(payload, indices.dtype)]
     everyones_indices = comm.allgather(tf.concat([tf.stack(head), indices], 0), f"{name}_indices")
@@ -272,11 +272,11 @@ def exchange_slices(
     return tf.IndexedSlices(rows, indices_of.concat(), dense_shape=slices.dense_shape)
 
 
-def one_chunk(comm) -> tf.Tensor:
-    """int32 scalar 1, as the number of chunks of a list that goes to all workers as a whole.
+def one_when_run(comm) -> tf.Tensor:
+    """int32 scalar 1: the number of chunks, say, of a list that goes to all workers as a whole.
 
     Known when the step runs, and not before: TensorFlow's optimizer evaluates what has constant inputs, Horovod's
-    allgather included, once and for all.
+    collectives included, once and for all.
     """
     return tf.minimum(comm.size_tensor(), 1)
 

@@ -91,6 +91,18 @@ def open_c_library(path: str | pathlib.Path) -> ctypes.CDLL:
     return library
 
 
+def sent_bytes() -> int:
+    """What the op Hvd8bitCountSent has counted."""
+    counted = c_library().hvd8bit_sent_bytes
+    counted.restype = ctypes.c_int64
+    return counted()
+
+
+def reset_sent_bytes() -> None:
+    """Starts that count anew."""
+    c_library().hvd8bit_reset_sent_bytes()
+
+
 def backends() -> list[str]:
     """The CPU back ends in the library, fastest first."""
     return c_library().hvd8bit_built_backends().decode().split(",")

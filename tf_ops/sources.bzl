@@ -10,6 +10,7 @@ SOURCES = [
     "codec/layout.cc",
     "codec/payload.cc",
     "kernels/codec_kernels.cc",
+    "kernels/count_op.cc",
     "ops/codec_ops.cc",
 ]
 

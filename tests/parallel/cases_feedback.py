@@ -231,7 +231,7 @@ def test_process_sets(hvd, monkeypatch):
         expected = before[members].mean(0) if rank in members else np.zeros(2000)
         np.testing.assert_allclose(after[rank], expected, rtol=1e-5, atol=1e-7)
     if hvd.rank() in members:
-        with pytest.raises(ValueError, match=r"error_feedback must be used among the same workers, got ranks \[0, 1, 2.* after \[0, "):
+        with pytest.raises(ValueError, match=r"must be used among the same workers, got ranks \[0, 1, 2.* after \[0, "):
             feedback.used_among(collectives.HorovodComm())
     hvd.allreduce(tf.zeros([]), name="pair_done")
     hvd.remove_process_set(pair)

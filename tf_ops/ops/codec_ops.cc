@@ -111,5 +111,9 @@ REGISTER_OP("Hvd8bitDecodeList")
 
 #undef HVD8BIT_SETTINGS
 
+REGISTER_OP("Hvd8bitCountSent").Input("bytes: int64").SetIsStateful().SetShapeFn([](InferenceContext* c) {
+  return CheckScalar(c, "bytes");
+});
+
 }  // namespace
 }  // namespace hvd8bit
