@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,9 @@ POLL_SECONDS = 0.005
 # How long a rank whose case failed leaves the others to end by themselves.
 PATIENCE_SECONDS = 5
 # What Horovod's errors say once its background thread has ended. All collectives fail until a new hvd.init().
+OWN_CODE = re.compile(
+    rf"{re.escape(str(Path(__file__).resolve().parents[2]))}/(hvd8bit|examples|experiments|tests)/(?!parallel/worker)"
+)
 SHUT_DOWN_SIGNS = ("has been shut down", "HorovodInternalError", "Horovod has not been initialized")
 
 
@@ -98,7 +103,12 @@ class Worker:
         """Makes every collective that any rank waits in raise."""
         horovod = sys.modules.get("horovod.tensorflow")
         if horovod is not None and horovod.is_initialized():
-            self._write("freed", nodeid=nodeid, text=f"Horovod was shut down here: {reason}")
+            text = f"Horovod was shut down here: {reason}"
+            # What the case raises then says where it ended, not where it waited.
+            frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
+            if own := [frame for frame in frames if OWN_CODE.match(frame.filename)]:
+                text += "; it was in\n" + "".join(traceback.format_list(own))
+            self._write("freed", nodeid=nodeid, text=text)
             horovod.shutdown()
 
     @pytest.hookimpl(trylast=True)
