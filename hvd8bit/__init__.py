@@ -25,6 +25,7 @@ _HOMES = {
     "decode": "hvd8bit.api",
     "encode": "hvd8bit.api",
     "grouped_allreduce": "hvd8bit.api",
+    "load_ops": "hvd8bit.api",
     "summary": "hvd8bit.summaries",
 }
 _MODULES = ("bench", "keras", "parallel", "speedup")

@@ -9,7 +9,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.tensorflow import Average, Sum
 
-from hvd8bit import collectives, layout, ops
+from hvd8bit import collectives, layout, native, ops
 from hvd8bit.compression import EightBit, EightBitCompressor, check_compression, check_process_set
 from hvd8bit.encoding import Encoding
 from hvd8bit.variables import is_sharded, tf_variable
@@ -97,6 +97,17 @@ def decode(encoded: Encoded) -> tf.Tensor:
     (tensor,) = ops.decode_list([encoded.chunk], [like], 1, encoded.encoding)
     tensor.set_shape(encoded.static_shape)
     return tensor
+
+
+def load_ops() -> None:
+    """Registers hvd8bit's ops with TensorFlow, before `tf.saved_model.load` of a function that holds an exchange.
+
+    Nothing else needs it: whatever uses the ops loads them.
+
+    Raises:
+      ImportError: the op library is missing, or was built for another TensorFlow; says both versions and the remedy.
+    """
+    native.load()
 
 
 def allreduce(tensor, op=None, *, compression=None, name=None, prescale_factor=1.0, postscale_factor=1.0, **settings):

@@ -137,15 +137,21 @@ class HorovodComm:
         compression = compression or self._hvd.Compression.none
         width = 2 if compression is self._hvd.Compression.fp16 else tensors[0].dtype.size
         self.count_ring(tensors, width)
-        return self._hvd.grouped_allreduce(
-            self._when_they_run(tensors),
-            op=op,
-            prescale_factor=prescale_factor,
-            postscale_factor=postscale_factor,
-            compression=compression,
-            name=self._called(name),
-            ignore_name_scope=True,
-            process_set=self.process_set,
+        settings = {
+            "op": op,
+            "prescale_factor": prescale_factor,
+            "postscale_factor": postscale_factor,
+            "compression": compression,
+            "name": self._called(name),
+            "ignore_name_scope": True,
+            "process_set": self.process_set,
+        }
+        given = self._when_they_run(tensors)
+        # In a group the names would be others: a worker that does something else under this one would not be found.
+        return (
+            [self._hvd.allreduce(*given, **settings)]
+            if len(given) == 1
+            else self._hvd.grouped_allreduce(given, **settings)
         )
 
     def _when_it_runs(self, tensor) -> tf.Tensor:
@@ -242,7 +248,7 @@ class HorovodComm:
         with watched(self, name, in_steps):
             # Sizes first: an empty or shorter text must not shift the others.
             sizes = self.gather_size(len(raw), f"{name}_sizes")
-            everything = self._hvd.allgather(raw, name=name, process_set=self.process_set)
+            everything = _gather(self, name)(raw)
         return [bytes(part.numpy()).decode() for part in tf.split(everything, sizes)]
 
     def gather_size(self, size: int, name: str) -> tf.Tensor:

@@ -126,11 +126,15 @@ class EightBitCompressor(Compressor):
         settings = self._settings()
         if self.select == Selection(self.select.min_elements):
             settings["min_elements"] = settings.pop("select").min_elements
-        settings["error_feedback"] = bool(settings["error_feedback"])  # workers compare this text
+        # Workers compare this text.
+        settings["error_feedback"] = bool(settings["error_feedback"])
         for name, default in (("error_feedback", False), ("process_set", None), ("seed", None)):
             if settings[name] is default:
                 del settings[name]
-        return f"EightBit({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
+        shown = {name: repr(value) for name, value in settings.items()}
+        if "process_set" in shown:
+            shown["process_set"] = f"ranks {_short(HorovodComm(self.process_set).ranks())}"
+        return f"EightBit({', '.join(f'{name}={text}' for name, text in shown.items())})"
 
     @tf.autograph.experimental.do_not_convert
     def compress(self, tensor):

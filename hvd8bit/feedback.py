@@ -13,6 +13,7 @@ would grow from step to step as long as gradients are too large, and go on when 
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Sequence
 
@@ -91,7 +92,11 @@ class ErrorFeedback(tf.Module):
         comm = HorovodComm(self._use.process_set if process_set is None else process_set)
         if not comm.includes_this_worker() or comm.size() == 1:
             return
-        for number, residual in enumerate(self.residuals.values()):
+        # A worker may still have those of a model that others have already collected as garbage.
+        own = self._use.numbers()
+        texts = comm.gather_text(json.dumps(sorted(own)), f"{self.name}_residuals")
+        for number in sorted(set(own).intersection(*map(json.loads, texts))):
+            residual = self.residuals[own[number]]
             (mean,) = comm.allreduce([residual.read_value()], f"{self.name}_mean_{number}", op=hvd.Average)
             residual.assign(mean)
 
@@ -147,8 +152,10 @@ class _Use:
 
     def __init__(self):
         self.process_set = None
+        self._begun = 0
         self._names: dict[int, str] = {}
         self._owners: dict[str, weakref.ref] = {}
+        self._numbers: dict[str, int] = {}
 
     def name_of(self, variable: tf.Variable) -> str | None:
         name = self._names.get(id(variable))
@@ -161,6 +168,12 @@ class _Use:
     def belongs(self, name: str, variable: tf.Variable) -> None:
         self._names[id(variable)] = name
         self._owners[name] = weakref.ref(variable)
+        self._begun += 1
+        self._numbers[name] = self._begun
+
+    def numbers(self) -> dict[int, str]:
+        """The residuals' names by number, which is the same on all workers: they get variables in the same order."""
+        return {number: name for name, number in self._numbers.items()}
 
 
 _grown: dict[int, weakref.ref] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import threading
 import weakref
@@ -28,6 +29,24 @@ def unordered() -> Iterator[None]:
         for op in graph.get_operations()[before:]:
             if op._is_stateful and op.type not in ("ReadVariableOp", "ResourceGather"):
                 manager.run_independently(op)
+
+
+def take_turns(results) -> None:
+    """To be called with what collectives of a graph bring: of a function called twice, one call follows the other.
+
+    Both calls' collectives have the same names, and TensorFlow lets them run at the same time, for they read variables
+    at most: one worker's first call could meet another's second.
+    """
+    if tf.executing_eagerly() or not tf.compat.v1.get_default_graph().building_function or not results:
+        return
+    with tf.device("CPU:0"), tf.control_dependencies(tf.nest.flatten(results, expand_composites=True)):
+        _turns().assign_add(1)
+
+
+@functools.lru_cache(maxsize=1)
+def _turns() -> tf.Variable:
+    with tf.init_scope(), tf.device("CPU:0"):
+        return tf.Variable(0, dtype=tf.int64, trainable=False, name="hvd8bit_turns")
 
 
 def node_name(name: str) -> str:

@@ -19,7 +19,7 @@ from hvd8bit.collectives import HorovodComm
 from hvd8bit.compression import EightBitCompressor, check_compression, check_process_set
 from hvd8bit.exchange import correcting_exchange, differentiable_exchange, exchange_slices
 from hvd8bit.feedback import ErrorFeedback, keep, with_residual
-from hvd8bit.graphs import keeps_order, node_name
+from hvd8bit.graphs import keeps_order, node_name, take_turns
 from hvd8bit.variables import tf_variable
 
 
@@ -94,7 +94,7 @@ def reduce_gradients(
         )
     plan = planning.make(gradients, names, variables, compression, sparse_as_dense)
     residuals, refusal = _residuals(feedback, plan, variables, comm)
-    settings = f"compression={compression!r}, average={average}, factor={factor}, scope={scope}"
+    settings = f"compression={_described(compression)}, average={average}, factor={factor}, scope={scope}"
     if observer is not None:
         settings += f", {observer}"
     usual = getattr(compression, "encoding", None)
@@ -102,7 +102,7 @@ def reduce_gradients(
         settings += f", {refusal}"
     started = f"step {_value(step)}" if start_step else ""
     lines = [settings, *(gradient.describe(usual) for gradient in plan)]
-    _agree(lines, comm, started, _first_collective(plan, compression, comm, scope))
+    _agree(lines, comm, scope, started, _first_collective(plan, compression, comm, scope))
     if refusal:
         raise ValueError(refusal)
 
@@ -129,6 +129,12 @@ def reduce_gradients(
     results = reduce()
     observer.observe(plan, results, began, on, lambda some: reduced(some, f"{scope}_observed", {}), compression, comm)
     return results
+
+
+def _described(compression) -> str:
+    """The same on all workers, which an address is not."""
+    plain = type(compression).__repr__ is object.__repr__
+    return f"{type(compression).__module__}.{type(compression).__qualname__}" if plain else repr(compression)
 
 
 def _value(step) -> str:
@@ -242,6 +248,7 @@ def _reduce(plan, compression, comm: HorovodComm, average, factor, predivide, sc
             )
     if errors:
         keep(errors, results)
+    take_turns([result for result in results if result is not None])
     return results
 
 
@@ -263,11 +270,13 @@ def _bucket_name(scope: str, number: int) -> str:
 
 
 _first_collectives: dict[tuple, list[str]] = {}
-"""By workers and thread: those of the plans that its workers have agreed on, the newest last."""
+"""By workers and name of the comparison: those of the plans that its workers have agreed on, the newest last."""
 KEPT_COLLECTIVES = 8
 
 
-def _agree(lines: list[str], comm: HorovodComm, started: str = "", first_collective: str | None = None) -> None:
+def _agree(
+    lines: list[str], comm: HorovodComm, scope: str, started: str = "", first_collective: str | None = None
+) -> None:
     """Raises ValueError on every worker unless all have the same lines. Says nothing twice.
 
     `started` is compared, too, when the lines are new: what may change later, alike on all workers.
@@ -284,15 +293,17 @@ def _agree(lines: list[str], comm: HorovodComm, started: str = "", first_collect
     key = (text, workers)
     if key in _agreed:
         return
-    # Another thread may be in a step of its own.
-    known = _first_collectives.setdefault((workers, threading.get_ident()), [])
+    # Other threads may be in steps of their own, which workers may have started in another order.
+    main = threading.current_thread() is threading.main_thread()
+    name = "hvd8bit_plan" if main else f"hvd8bit_plan_{scope}"
+    known = _first_collectives.setdefault((workers, name), [])
     if started:
         text = f"{lines[0]}, {started}\n" + "\n".join(lines[1:])
     with tf.init_scope():
         if tf.executing_eagerly():
             digest = hashlib.sha256(text.encode()).hexdigest()
-            if len(set(comm.gather_text(digest, "hvd8bit_plan", known))) > 1:
-                raise ValueError(_difference(comm.gather_text(text, "hvd8bit_plan_in_full"), comm.ranks()))
+            if len(set(comm.gather_text(digest, name, known))) > 1:
+                raise ValueError(_difference(comm.gather_text(text, f"{name}_in_full"), comm.ranks()))
     _agreed.add(key)
     if first_collective is not None and first_collective not in known:
         known.append(first_collective)

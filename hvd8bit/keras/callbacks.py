@@ -54,6 +54,11 @@ class BroadcastGlobalVariablesCallback(Callback):
             raise ValueError(f"local_variables must be variables, got {var!r} of type {type(var).__name__}")
         self._local_variables.append(var)
 
+    def set_model(self, model):
+        if model is not self.model:
+            self.broadcast_done = False
+        super().set_model(model)
+
     def on_train_begin(self, logs=None):
         if not self.broadcast_done and is_keras3(self.model) and self.model.built:
             optimizer = self.model.optimizer
@@ -92,8 +97,9 @@ class MetricAverageCallback(Callback):
         self.process_set = process_set
 
     def on_epoch_end(self, epoch, logs=None):
-        workers = collectives.HorovodComm(self.process_set).size()
-        if workers == 1:
+        comm = collectives.HorovodComm(self.process_set)
+        workers = comm.size()
+        if workers == 1 or not comm.includes_this_worker():
             return
         arrays = {name: np.asarray(value) for name, value in sorted((logs or {}).items())}
         numbers = {name: array.astype(np.float64) for name, array in arrays.items() if array.dtype.kind in "biuf"}

@@ -42,7 +42,7 @@ def wrap_keras2(optimizer, *, groups, process_set, local_layers, **arguments):
             arguments["compression"] = compression(process_set=process_set)
     distributed = hvd_keras.DistributedOptimizer(optimizer, groups=groups, **arguments)
     if groups is None and tf.executing_eagerly():
-        scope = scope_of(arguments["name"] or f"Distributed{type(optimizer).__name__}")
+        scope = scope_of(arguments["name"], optimizer)
         taken = ("compression", "op", "gradient_predivide_factor", "sparse_as_dense")
         kept = {key: arguments[key] for key in taken}
         exchange = Reduction(scope=scope, process_set=process_set, passes_factor=1, **kept)

@@ -55,7 +55,7 @@ def _distribute(
 ):
     """A distributed optimizer with the settings of `optimizer`, not built yet."""
     exchange = Reduction(
-        scope=scope_of(name or f"Distributed{type(optimizer).__name__}"),
+        scope=scope_of(name, optimizer),
         process_set=process_set,
         passes_factor=1 if average_aggregated_gradients else int(backward_passes_per_step),
         **arguments,

@@ -156,7 +156,15 @@ def _refuse_replicas() -> None:
 _scopes: collections.Counter[str] = collections.Counter()
 
 
-def scope_of(name: str) -> str:
-    """`name`, or the next of its kind: two optimizers of a process may have collectives under way at once."""
-    _scopes[name] += 1
-    return name if _scopes[name] == 1 else f"{name}_{_scopes[name] - 1}"
+def scope_of(name: str | None, optimizer) -> str:
+    """`name`, or where there is none, one for each optimizer of its kind.
+
+    In an elastic job the same for all of them: there a worker that joins has not made those that others have made.
+    """
+    if name:
+        return name
+    kind = f"Distributed{type(optimizer).__name__}"
+    if collectives.elastic():
+        return kind
+    _scopes[kind] += 1
+    return kind if _scopes[kind] == 1 else f"{kind}_{_scopes[kind] - 1}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
@@ -74,6 +75,21 @@ def check_place(stages: int, replicas: int, rank: int, workers: int) -> Place:
     return Place(stages, replicas, rank)
 
 
+def check_apart(stages: Sequence) -> None:
+    """Raises ValueError where two stages hold the same layer: each would train weights of its own."""
+    holder: dict[int, int] = {}
+    for number, given in enumerate(stages):
+        parts = given if isinstance(given, (list, tuple)) else [given]
+        layers = [layer for part in parts if isinstance(part, keras.layers.Layer) for layer in part._flatten_layers()]
+        for layer in layers:
+            other = holder.setdefault(id(layer), number)
+            if other != number and not isinstance(layer, keras.layers.InputLayer):
+                raise ValueError(
+                    f"stages must have layers of their own, got {layer.name!r} in stages[{other}] and "
+                    f"stages[{number}], whose copies would drift apart; put what shares weights in one stage"
+                )
+
+
 def built_stage(given, number: int):
     """The Keras layer or model that a stage is: as it is, a list of layers as a Sequential, or what a function "
     "makes."""
@@ -120,6 +136,12 @@ def rows_of(stage, inputs, place: Place, came: Rows | None) -> Rows:
         ) from error
     if not isinstance(output, keras.KerasTensor):
         raise ValueError(f"{which} must give one tensor, got {output!r}; put the boundary where one tensor passes")
+    if _masks(stage, inputs):
+        raise ValueError(
+            f"{which} must give a tensor without a Keras mask, got one with: masks do not pass to the next stage, and "
+            "masked losses of micro-batches do not add up; end the stage behind the layer that uses the mask, or make "
+            "it without (mask_zero=False)"
+        )
     dtype = tf.as_dtype(keras.backend.standardize_dtype(output.dtype))
     if not place.last and not dtype.is_floating:
         raise ValueError(
@@ -133,6 +155,23 @@ def rows_of(stage, inputs, place: Place, came: Rows | None) -> Rows:
             "give the input a fixed size"
         )
     return Rows(tuple(output.shape[1:]), dtype)
+
+
+def _masks(stage, inputs) -> bool:
+    """Whether what a built stage gives has a Keras mask. Symbols do not tell, but of single layers."""
+    if all(type(layer).compute_mask is keras.Layer.compute_mask for layer in stage._flatten_layers()):
+        return False
+    masks = []
+
+    @tf.function(autograph=False)
+    def call(given):
+        masks.append(getattr(stage(given), "_keras_mask", None))
+
+    def specification(symbol):
+        return tf.TensorSpec((None, *symbol.shape[1:]), keras.backend.standardize_dtype(symbol.dtype))
+
+    call.get_concrete_function(keras.tree.map_structure(specification, inputs))
+    return masks[-1] is not None
 
 
 def chain(stage, inputs, place: Place, comm) -> list[Rows]:

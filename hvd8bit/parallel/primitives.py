@@ -244,7 +244,7 @@ def _send_gather(boundary: Boundary, part, axis: int, sizes, direction: str):
     def exact():
         # The stacked axis first: Horovod compares the others on all workers.
         order = [axis, *(dimension for dimension in range(part.shape.rank) if dimension != axis)]
-        rows = comm.gather_rows(tf.transpose(part, order) if axis else part, f"{name}_exact")
+        rows = comm.gather_rows(tf.transpose(part, order) if axis else part, f"{name}_allgather")
         return tf.transpose(rows, [order.index(dimension) for dimension in range(len(order))]) if axis else rows
 
     with report.of(boundary, direction, part, encoded=boundary.encodes_parts(shapes, part.dtype)) as encoded:
@@ -264,7 +264,7 @@ def _send_scatter_sum(boundary: Boundary, tensor, axis: int, sizes, direction: s
         rows = tf.transpose(tensor, order) if axis else tensor
         boolean = rows.dtype == tf.bool
         rows = tf.cast(rows, tf.int32) if boolean else rows
-        received, splits = comm.swap_rows(rows, tf.cast(tf.stack(sizes), tf.int32), f"{name}_exact")
+        received, splits = comm.swap_rows(rows, tf.cast(tf.stack(sizes), tf.int32), f"{name}_alltoall")
         total = tf.cast(tf.add_n(tf.split(received, splits, num=boundary.workers)), tensor.dtype)
         return tf.transpose(total, [order.index(dimension) for dimension in range(len(order))]) if axis else total
 
@@ -282,7 +282,7 @@ def _send_sum(boundary: Boundary, tensor, direction: str):
         return run([tensor], boundary.encoding, comm, factor=total, name=name)[0]
 
     def exact():
-        return comm.add_up(tensor, f"{name}_exact")
+        return comm.add_up(tensor, f"{name}_out_0")
 
     with report.of(boundary, direction, tensor, encoded=boundary.encodes_sum(tensor)) as encoded:
         result = _either(encoded, coded, exact)

@@ -81,6 +81,7 @@ class SplitModel(keras_step.JointModel):
         keras_step.check_keras()
         if isinstance(stages, keras.layers.Layer) or not isinstance(stages, (list, tuple)):
             raise TypeError(f"stages must be a list with one entry for each stage, got {type(stages).__name__}")
+        plans.check_apart(stages)
         everyone = HorovodComm()
         place = plans.check_place(len(stages), replicas, everyone.rank(), everyone.size())
         one_forward_one_backward(place.stages, place.stage, micro_batches, ahead)  # checks both
@@ -199,6 +200,9 @@ class SplitModel(keras_step.JointModel):
         self._hvd8bit.mean_loss = keras_step.check_losses(loss)
         super().compile(optimizer, loss, **keras_step.checked_compile_arguments("SplitModel", arguments))
         keras_step.check_optimizer("SplitModel", self.optimizer, split=self._hvd8bit.place.stages > 1)
+        # What an earlier optimizer, loss and metrics have left.
+        self._step_in_graph.clear()
+        self._hvd8bit.metric_names = None
 
     def predict(self, *args, **kwargs):
         """As `keras.Model.predict`; rank 0 prints, all workers of the pipeline get the outputs."""

@@ -1,6 +1,7 @@
 """Error feedback among workers: nothing is lost, and what is owed survives NaNs, checkpoints and other wrappers."""
 
 import contextlib
+import gc
 
 import numpy as np
 import pytest
@@ -212,6 +213,22 @@ def test_what_is_owed_goes_along_when_a_step_is_exact(hvd):
     number.assign(2)
     step(gradient)
     assert feedback.residual_of(variable).numpy().any()
+
+
+def test_residuals_of_a_model_that_one_worker_still_holds(hvd):
+    """Python collects garbage when it likes, on each worker."""
+    feedback = hvd8bit.ErrorFeedback()
+    variable = tf.Variable(tf.zeros([2000]), name="w")
+    feedback.residual_of(variable).assign(tf.fill([2000], 7.0))
+    held = [variable] if hvd.rank() else []
+    del variable
+    gc.collect()
+    again = tf.Variable(tf.zeros([2000]), name="w")
+    feedback.residual_of(again).assign(tf.fill([2000], hvd.rank() + 1.0))
+    assert len(feedback.residuals) == 1 + len(held)
+    feedback.average_over_workers()
+    assert np.all(feedback.residual_of(again).numpy() == (hvd.size() + 1) / 2)
+    assert all(np.all(feedback.residual_of(other).numpy() == 7) for other in held)
 
 
 def test_process_sets(hvd, monkeypatch):

@@ -115,6 +115,32 @@ def test_broadcast_happens_once(hvd):
     np.testing.assert_array_equal(model.layers[0].kernel.numpy(), np.full((6, 64), hvd.rank()))
 
 
+def test_a_second_model_with_the_same_callback(hvd):
+    callback = hvd8bit.keras.callbacks.BroadcastGlobalVariablesCallback(0)
+    for number in range(2):
+        model = seeded_model(hvd)
+        before = [np.array(variable) for variable in model.weights]
+        model.compile("sgd", "mse")
+        spy = Spy(lambda model=model: model.weights)
+        model.fit(*own_data(hvd), batch_size=8, epochs=1, verbose=0, callbacks=[callback, spy])
+        assert_equal_to_rank(hvd, 0, spy.values, before)
+        assert callback.broadcast_done, number
+
+
+def test_a_worker_outside_keeps_its_metrics(hvd, monkeypatch):
+    monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+    if hvd.size() < 3:
+        return
+    some = hvd.add_process_set([0, 1])
+    try:
+        callback = hvd8bit.keras.callbacks.MetricAverageCallback(process_set=some)
+        logs = {"loss": hvd.rank() + 1.0}
+        callback.on_epoch_end(0, logs)
+        assert logs == {"loss": 1.5 if hvd.rank() < 2 else hvd.rank() + 1.0}
+    finally:
+        hvd.remove_process_set(some)
+
+
 def test_metrics_are_averaged_exactly(hvd):
     value = 0.1 + hvd.rank() / 3
     logs = {

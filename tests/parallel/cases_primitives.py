@@ -240,6 +240,26 @@ def test_names_do_not_depend_on_what_a_worker_built_before(hvd, compression):
     assert np.all(y.numpy() == n)
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["known batch", "any batch"])
+@pytest.mark.parametrize(
+    "send",
+    [
+        lambda x, n: parallel.all_gather(x, axis=1, name="differs", sizes=[16] * n),
+        lambda x, n: parallel.all_reduce(x, name="differs"),
+        lambda x, n: parallel.reduce_scatter(x, axis=1, name="differs"),
+    ],
+    ids=["all_gather", "all_reduce", "reduce_scatter"],
+)
+def test_batches_on_both_sides_of_min_elements_are_an_error_on_every_worker(hvd, send, known):
+    """One worker encodes, the others do not: they must not wait for each other."""
+    n, rows = hvd.size(), 300 if hvd.rank() == 0 else 3
+    if n == 1:
+        return
+    signature = [tf.TensorSpec([rows if known else None, 16])]
+    with pytest.raises(tf.errors.OpError, match=r"Mismatched|must hold parts of the same batch"):
+        tf.function(lambda x: send(x, n), input_signature=signature)(tf.ones([rows, 16]))
+
+
 def test_small_tensors_travel_exactly_whatever_is_known_statically(hvd):
     """One worker knows the batch when it traces, the others do not: all must decide alike."""
     n, rank = hvd.size(), hvd.rank()

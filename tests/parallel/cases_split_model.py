@@ -332,6 +332,22 @@ def test_error_feedback_of_replicas(hvd):
     assert all(residual.numpy().any() for residual in coarse.feedback.residuals.values())
 
 
+@pytest.mark.parametrize("eagerly", [False, True], ids=["", "run_eagerly"])
+def test_compiling_again(hvd, eagerly):
+    """What trains then is the new optimizer, with the new metrics."""
+    x = np.random.default_rng(0).random((8, 4), "float32")
+    model = SplitModel(dense(hvd.size()), micro_batches=2)
+    model.compile("sgd", "mse", metrics=["mae"], run_eagerly=eagerly)
+    assert set(model.fit(x, x, batch_size=4, verbose=0).history) == {"loss", "mae"}
+    before = [np.array(weight) for weight in model.stage.weights]
+    still = keras.optimizers.SGD(0.0)
+    model.compile(still, "mse", metrics=["mse"], run_eagerly=eagerly)
+    assert set(model.fit(x, x, batch_size=4, verbose=0).history) == {"loss", "mse"}
+    assert int(still.iterations) == 2
+    for weight, old in zip(model.stage.weights, before):
+        np.testing.assert_array_equal(np.array(weight), old)
+
+
 def test_a_stage_that_gives_no_floats_is_named_on_all_workers(hvd):
     stages = [[keras.layers.Dense(4), Whole()], *dense(hvd.size() - 1)]
     with pytest.raises(ValueError, match=r"stages\[0\] .*on rank 0\) must give a float tensor .*got int32"):

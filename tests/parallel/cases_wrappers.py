@@ -1,6 +1,8 @@
 """hvd8bit's own wrappers: the gradient tape, lists of gradients, broadcast; and what they say when workers differ."""
 
 import logging
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -265,6 +267,77 @@ def test_process_sets_that_follow_each_other(hvd, monkeypatch):
         finally:
             hvd.remove_process_set(some)
     assert len(set(everyones)) == 1
+
+
+@pytest.mark.parametrize("skewed", [False, True], ids=["", "workers in different order"])
+def test_a_function_that_is_called_twice_in_a_step(hvd, skewed):
+    """Both calls' exchanges have the same names."""
+    w = tf.Variable(tf.zeros([2000]))
+
+    @tf.function
+    def gradient_of(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(w * x)
+        tape = hvd8bit.DistributedGradientTape(tape, compression=ALL, name=f"called_twice_{skewed}")
+        return tape.gradient(loss, [w])[0]
+
+    def late(x, rank):
+        if not skewed or hvd.rank() != rank:
+            return x
+        slow = tf.numpy_function(lambda value: (time.sleep(0.5), value)[1], [x], tf.float32, stateful=False)
+        return tf.ensure_shape(slow, x.shape)
+
+    @tf.function
+    def step(a, b):
+        a, b = late(a, 0), late(b, hvd.size() - 1)
+        return gradient_of(a), gradient_of(b)
+
+    mean = (hvd.size() + 1) / 2
+    first, second = step(tf.fill([2000], hvd.rank() + 1.0), tf.fill([2000], 10 * (hvd.rank() + 1.0)))
+    assert np.all(first.numpy() == mean)
+    assert np.all(second.numpy() == 10 * mean)
+
+
+@pytest.mark.parametrize("kind", ["process set", "instance without a repr"])
+def test_settings_that_are_shown_by_an_address(hvd, kind):
+    """Workers compare them as text."""
+
+    class Own:
+        def compress(self, tensor):
+            return tensor, None
+
+        def decompress(self, tensor, ctx):
+            return tensor
+
+    given = {"compression": Own()}
+    if kind == "process set":
+        given = {"compression": ALL(process_set=hvd.global_process_set), "process_set": hvd.global_process_set}
+    (mean,) = reduce([tf.fill([2000], hvd.rank() + 1.0)], scope=kind.replace(" ", "_"), **given)
+    assert np.all(mean.numpy() == (hvd.size() + 1) / 2)
+
+
+def test_two_threads_with_gradients_of_their_own(hvd):
+    """Workers start them in different orders, and threads follow each other."""
+    means, errors = {}, []
+
+    def train(number):
+        try:
+            for length in (2000, 3000):
+                tensors = [tf.fill([length], (hvd.rank() + 1.0) * (number + 1))]
+                (means[number, length],) = reduce(tensors, scope=f"thread_{number}")
+        except Exception as error:
+            errors.append(error)
+
+    order = [0, 1, 2] if hvd.rank() else [2, 1, 0]
+    threads = [threading.Thread(target=train, args=(number,)) for number in order]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for (number, _), mean in means.items():
+        assert np.all(mean.numpy() == (number + 1) * (hvd.size() + 1) / 2)
 
 
 def test_many_gradients_one_by_one(hvd):

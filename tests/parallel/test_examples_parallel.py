@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+
 import pytest
 from test_examples import EXAMPLES, alone, records_of, run
+
+pytestmark = pytest.mark.skipif(
+    importlib.metadata.version("keras") < "3", reason="SplitModel and HybridModel need Keras 3"
+)
 
 KEYS = {
     "compression",

@@ -8,12 +8,10 @@ import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-TESTS = pathlib.Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS / "gpu"), str(TESTS)]
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "gpu"))
 
-import hypothesis  # noqa: E402
-import pytest  # noqa: E402
-import soak  # noqa: E402
+import hypothesis
+import pytest
 
 if "HVD8BIT_TEST_LIBRARY" in os.environ:  # test_cuda_ops.py has these tests run with another op library
     from hvd8bit import native
@@ -37,12 +35,6 @@ def rng():
     import numpy as np
 
     return np.random.default_rng(20161)
-
-
-@pytest.fixture
-def record_soak():
-    """`soak.record`: keeps what a soak test found."""
-    return soak.record
 
 
 @pytest.fixture(scope="session")

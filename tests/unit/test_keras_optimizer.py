@@ -206,6 +206,17 @@ def test_names_and_scopes_are_unique(workers):
     assert first["scope"] != second["scope"]
 
 
+def test_scopes_that_all_workers_know(workers, monkeypatch):
+    """One that joins an elastic job has not wrapped the optimizers that others have wrapped before."""
+    weight = keras.Variable(0.0, name="w")
+    for _ in range(2):
+        DistributedOptimizer(keras.optimizers.SGD(1.0), name="mine").apply([tf.constant(1.0)], [weight])
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    for _ in range(2):
+        DistributedOptimizer(keras.optimizers.SGD(1.0)).apply([tf.constant(1.0)], [weight])
+    assert [arguments["scope"] for _, arguments in workers.calls] == ["mine", "mine", *["DistributedSGD"] * 2]
+
+
 # ---- once ----
 
 

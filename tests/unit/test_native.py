@@ -6,11 +6,13 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 import tensorflow as tf
 
-from hvd8bit import native
+from hvd8bit import counting, native, ops
+from hvd8bit.encoding import Encoding
 
 
 def test_the_library_at_hand_fits():
@@ -18,6 +20,23 @@ def test_the_library_at_hand_fits():
     assert native.mismatch(tf.__version__) is None
     assert native.build_info()["tensorflow_version"] == tf.__version__
     assert hasattr(native.load(), "hvd8bit_encode_list")
+
+
+def test_a_saved_function_in_another_process(tmp_path):
+    class Module(tf.Module):
+        @tf.function(input_signature=[tf.TensorSpec([100])])
+        def encoded(self, x):
+            counting.count(tf.size(x))
+            return ops.encode_list([x], 1, Encoding())[0]
+
+    tf.saved_model.save(Module(), str(tmp_path / "saved"))
+    load = "import sys, hvd8bit, tensorflow as tf; hvd8bit.load_ops(); module = tf.saved_model.load(sys.argv[1]); "
+    run = "print(len(module.encoded(tf.ones([100])).numpy()))"
+    done = subprocess.run(
+        [sys.executable, "-c", load + run, str(tmp_path / "saved")], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) == len(ops.encode_list([tf.ones([100])], 1, Encoding())[0])
 
 
 def test_back_ends():

@@ -54,6 +54,35 @@ def test_stages_and_workers_that_do_not_fit(stages, replicas, workers, message):
         plan.check_place(stages, replicas, 0, workers)
 
 
+def test_stages_that_share_a_layer_are_refused():
+    def dense(name):
+        return keras.layers.Dense(3, name=name)
+
+    tied = dense("tied")
+    plan.check_apart([[dense("a")], dense("b"), lambda: tied, lambda: tied])  # made anew on each worker
+    x = keras.Input((3,))
+    for stages in ([[tied, dense("a")], [dense("b"), tied]], [tied, keras.Model(x, tied(x))]):
+        with pytest.raises(ValueError, match=r"got 'tied' in stages\[0\] and stages\[1\].*what shares weights in one"):
+            plan.check_apart(stages)
+
+
+@pytest.mark.parametrize("given", ["layer", "sequential", "functional"])
+@pytest.mark.parametrize("ends", [True, False], ids=["the mask ends", "the mask goes on"])
+def test_stages_that_give_a_mask_are_refused(given, ends):
+    layers = [keras.layers.Embedding(10, 4, mask_zero=True), *([keras.layers.LSTM(3)] if ends else [])]
+    x = y = keras.Input((5,))
+    for layer in layers:
+        y = layer(y)
+    stage = {"layer": layers[-1], "sequential": keras.Sequential(layers), "functional": keras.Model(x, y)}[given]
+    came = keras.KerasTensor((None, 5, 4) if given == "layer" and ends else (None, 5), dtype="float32")
+    place = plan.Place(2, 1, 0)
+    if ends:
+        assert plan.rows_of(stage, came, place, None).shape == (3,)
+    else:
+        with pytest.raises(ValueError, match=r"stages\[0\] .*without a Keras mask, got one with.*mask_zero=False"):
+            plan.rows_of(stage, came, place, None)
+
+
 def test_a_stage_can_be_given_in_several_ways():
     dense = keras.layers.Dense(3)
     assert plan.built_stage(dense, 0) is dense

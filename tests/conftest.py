@@ -1,4 +1,4 @@
-"""Shared by the structure tests."""
+"""Shared by all tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import soak
 
 
