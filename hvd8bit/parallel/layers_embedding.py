@@ -29,7 +29,8 @@ class ParallelEmbedding(ParallelLayer):
     """
 
     def __init__(self, input_dim, output_dim, embeddings_initializer="uniform", mask_zero=False, **settings):
-        super().__init__(**settings)
+        # Ids come as float32, too, and half precision would make others of them: Keras' own Embedding sets it as well.
+        super().__init__(**{**settings, "autocast": False})
         self.input_dim = positive("input_dim", input_dim)
         self.output_dim = positive("output_dim", output_dim)
         self.embeddings_initializer = self.keras.initializers.get(embeddings_initializer)
@@ -55,10 +56,10 @@ class ParallelEmbedding(ParallelLayer):
             ids = tf.identity(ids)
         table = tf.convert_to_tensor(self.embeddings)
         if self.workers == 1:
-            return tf.gather(table, ids)
+            return tf.cast(tf.gather(table, ids), self.compute_dtype)
         start, stop = part_range(self.input_dim, self.workers, self.comm.rank())
         mine = (ids >= start) & (ids < stop)
-        rows = tf.gather(table, tf.where(mine, ids - start, tf.zeros_like(ids)))
+        rows = tf.cast(tf.gather(table, tf.where(mine, ids - start, tf.zeros_like(ids))), self.compute_dtype)
         rows = tf.where(mine[..., None], rows, tf.zeros_like(rows))
         return primitives.all_reduce(rows, **self._exchange("output"))
 

@@ -167,6 +167,24 @@ def test_embedding(workers, rng):
         np.testing.assert_array_equal(gradient, want[slice(*part_range(10, workers, rank))])
 
 
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "bfloat16"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_embedding_ids_keep_their_precision(workers, policy):
+    """Keras makes float32 of ids; bfloat16 has no 259, 517 or 901, float16 no 2999."""
+    table = np.arange(3000, dtype=np.float32)[:, None] % [7, 11]
+    ids = tf.constant([[3, 259, 517, 901, 2999]], tf.float32)
+
+    def work(comm):
+        layer = parallel.ParallelEmbedding(3000, 2, compression=None, process_set=comm, dtype=policy)
+        layer.build(None)
+        layer.set_whole_weights([table])
+        return layer(ids)
+
+    for rows in LoopbackComm.run(workers, work):
+        assert rows.dtype.name == policy.removeprefix("mixed_")
+        np.testing.assert_array_equal(tf.cast(rows, tf.int32), table[[[3, 259, 517, 901, 2999]]])
+
+
 def test_chained_layers_exchange_nothing_between(rng):
     """One exchange forward, one backward, for both."""
 
