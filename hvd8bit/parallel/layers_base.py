@@ -189,16 +189,21 @@ _NOT_BY_PARTS = ("softmax", "log_softmax", "sparsemax", "glu")
 """Activations that look at the whole output, not at each element."""
 
 
+def works_by_parts(activation) -> bool:
+    """Whether an activation may see a part of the output."""
+    return getattr(activation, "__name__", "") not in _NOT_BY_PARTS
+
+
 class ColumnParallel(LayerWithKernel):
     """One that is split by its output's last dimension."""
 
     def __init__(self, gather_output=True, **settings):
         super().__init__(**settings)
         self.gather_output = bool(gather_output)
-        name = getattr(self.activation, "__name__", "")
-        if not self.gather_output and name in _NOT_BY_PARTS:
+        if not self.gather_output and not works_by_parts(self.activation):
             raise ValueError(
-                f"activation must work element by element with gather_output=False, got {name!r}: a worker has a part "
+                "activation must work element by element with gather_output=False, got "
+                f"{self.activation.__name__!r}: a worker has a part "
                 "of the output only; leave gather_output, or put the activation behind the layer that joins the parts"
             )
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import tensorflow as tf
 
 from hvd8bit.parallel import primitives
-from hvd8bit.parallel.layers_base import ColumnParallel, LayerWithKernel, last_dimension, positive
+from hvd8bit.parallel.layers_base import (
+    ColumnParallel,
+    LayerWithKernel,
+    ParallelLayer,
+    last_dimension,
+    positive,
+    works_by_parts,
+)
 from hvd8bit.parallel.partition import part_sizes
 
 
@@ -74,8 +81,8 @@ class RowParallelDense(LayerWithKernel):
       units: size of the output.
       input_is_parallel: the input is this worker's part, as `ColumnParallelDense(gather_output=False)` gives it, and
         nothing is exchanged between the two layers.
-      input_units: with `input_is_parallel`: the size of the whole input. None: that of the ColumnParallelDense before
-        it, where Keras knows it, as in functional and sequential models; else the parts are taken to be equal.
+      input_units: with `input_is_parallel`: the size of the whole input. None: that of the layer that split it, where
+        Keras knows it, as in functional and sequential models; else the parts are taken to be equal.
       compression, process_set: as in `ColumnParallelDense`.
       activation, use_bias, kernel_initializer, bias_initializer: as in `keras.layers.Dense`.
       settings: those of any Keras layer: name, dtype, ...
@@ -93,9 +100,35 @@ class RowParallelDense(LayerWithKernel):
 
     def __call__(self, inputs, *arguments, **settings):
         """Calls the layer; see `call`."""
-        if self.input_is_parallel and self.input_units is None and not self.built:
-            self.input_units = _units_before(inputs)
+        if self.input_is_parallel:
+            self.input_units = self._units_before(inputs)
         return super().__call__(inputs, *arguments, **settings)
+
+    def _units_before(self, inputs) -> int | None:
+        """The whole size of the input, of which this worker has a part: of the layer that split it, else `input_units`.
+
+        Raises ValueError where it is known that the input is no such part: the kernel would be cut in other places.
+        """
+        sources, between = _history(inputs)
+        wholes = [_whole_of_part(source) for source in sources]
+        found = next(filter(None, wholes), None)
+        if found is None:
+            return self.input_units
+        wrong = [layer for layer in between if not _keeps_parts(layer)]
+        wrong += [one for one, whole in zip(sources, wholes) if whole != found or not _channels_last(one)]
+        if wrong:
+            raise ValueError(
+                f"the input of layer {self.name!r} must be this worker's part of {found} places, through layers that "
+                f"work on each of them by itself, such as {', '.join(_BY_PLACE[:3])} and pooling, got one through "
+                f"{', '.join(f'{layer.name!r} ({type(layer).__name__})' for layer in wrong)}; set gather_output=True "
+                "in the layer that splits, and input_is_parallel=False here"
+            )
+        if self.input_units not in (None, found):
+            raise ValueError(
+                f"input_units of layer {self.name!r} must be {found}, the whole size of its input, got "
+                f"{self.input_units}; leave it out"
+            )
+        return found
 
     def build(self, input_shape):
         """Makes this worker's part of the kernel, and the bias."""
@@ -139,22 +172,58 @@ def _product(x, kernel):
     return tf.matmul(x, kernel) if x.shape.rank == 2 else tf.tensordot(x, kernel, [[-1], [0]])
 
 
-def _units_before(inputs) -> int | None:
-    """The whole size of a tensor of which this worker has a part: the units of the layer that split it.
+_IMAGES = ("Cropping", "ZeroPadding", "UpSampling", "SpatialDropout", "MaxPooling", "AveragePooling",
+           "GlobalMaxPooling", "GlobalAveragePooling")  # fmt: skip
+_BY_PLACE = ("Activation", "Dropout", "Multiply", "Add", "Subtract", "Average", "Maximum", "Minimum", "ReLU", "ELU",
+             "LeakyReLU", "Identity", "ActivityRegularization", "AlphaDropout", "GaussianDropout", "GaussianNoise",
+             *(name + dimensions for name in _IMAGES for dimensions in ("1D", "2D", "3D")))  # fmt: skip
+"""Keras' layers without weights that treat each place of the last dimension by itself."""
 
-    Keras keeps how a symbolic tensor came about; layers between, such as Dropout, are passed.
-    """
-    pending, seen = [inputs], set()
+
+def _keeps_parts(layer) -> bool:
+    """Whether a layer makes of a part of its input the same part of its output."""
+    return (
+        type(layer).__module__.partition(".")[0] in ("keras", "tf_keras")
+        and type(layer).__name__ in _BY_PLACE
+        and works_by_parts(getattr(layer, "activation", None))
+        and _channels_last(layer)
+    )
+
+
+def _channels_last(layer) -> bool:
+    return getattr(layer, "data_format", None) in (None, "channels_last")
+
+
+def _whole_of_part(source) -> int | None:
+    """The size of the whole that a layer gives a part of; None: it gives none."""
+    if not isinstance(source, ColumnParallel) or source.gather_output:
+        return None
+    return getattr(source, "units", None) or source.filters
+
+
+def _history(inputs) -> tuple[list, list]:
+    """The parallel layers and Inputs that symbolic tensors come from, and the layers between; nested models opened."""
+    sources, between, seen = [], [], {}
+    nowhere: dict = {}
+    pending: list = [(tensor, nowhere) for tensor in tf.nest.flatten(inputs)]
     while pending:
-        history = getattr(pending.pop(), "_keras_history", None)
-        if history is None:
+        tensor, outside = pending.pop()  # outside: of the inputs of a nested model, what it was called with
+        history = tuple(getattr(tensor, "_keras_history", ()))
+        if not history or (history, id(outside)) in seen:
             continue
-        layer, node = history[0], history[1]
-        if isinstance(layer, ColumnParallel):
-            return None if layer.gather_output else getattr(layer, "units", None) or getattr(layer, "filters", None)
-        if (id(layer), node) not in seen:
-            seen.add((id(layer), node))
-            nodes = getattr(layer, "_inbound_nodes", [])
-            if node < len(nodes):
-                pending += tf.nest.flatten(nodes[node].input_tensors)
-    return None
+        seen[history, id(outside)] = outside
+        layer, node, output = history
+        if history in outside:
+            pending.append(outside[history])
+            continue
+        if isinstance(layer, ParallelLayer) or type(layer).__name__ == "InputLayer":
+            sources.append(layer)
+            continue
+        before = [(one, outside) for one in tf.nest.flatten(layer._inbound_nodes[node].input_tensors)]
+        if getattr(layer, "outputs", None):
+            own = [tuple(one._keras_history) for one in layer.inputs]
+            pending.append((layer.outputs[output], dict(zip(own, before))))
+        else:
+            between.append(layer)
+            pending += before
+    return sources, between

@@ -55,6 +55,15 @@ MODELS = {
     ),
     "conv valid": ((9, 8, 3), lambda s: conv_net(s, "valid")),
     "conv same": ((9, 8, 3), lambda s: conv_net(s, "same")),
+    "conv chained": (
+        (9, 8, 3),
+        lambda s: [
+            parallel.ColumnParallelConv2D(6, 3, activation="relu", gather_output=False, **s),
+            keras.layers.MaxPooling2D(dtype=s["dtype"]),
+            keras.layers.GlobalAveragePooling2D(dtype=s["dtype"]),
+            parallel.RowParallelDense(5, input_is_parallel=True, **s),
+        ],
+    ),
     "local": (
         (7, 8, 3),
         lambda s: [

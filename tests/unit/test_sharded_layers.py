@@ -15,6 +15,7 @@ keras = parallel.ColumnParallelDense.keras
 IS_KERAS2 = keras.__version__.startswith("2.")
 ALL = EightBit(min_elements=0)
 SEED = 4
+ALONE = LoopbackComm.run(1, lambda comm: comm)[0]
 
 
 def column(**settings):
@@ -205,3 +206,67 @@ def test_chained_layers_exchange_nothing_between(rng):
         return spy.calls
 
     assert LoopbackComm.run(2, work)[0] == ["hvd8bit_second_output_back_0", "hvd8bit_first_input_grad_back_0"]
+
+
+def parts(units=8, name="parts"):
+    return parallel.ColumnParallelDense(units, gather_output=False, name=name, process_set=ALONE)
+
+
+def images(**settings):
+    return parallel.ColumnParallelConv2D(4, 3, gather_output=False, name="parts", process_set=ALONE, **settings)
+
+
+def twice(layer):
+    return lambda x: layer([parts()(x), parts(name="parts_2")(x)])
+
+
+# Name -> shape of an input, what makes the input of a RowParallelDense of it, the layer that spoils it.
+SPOILED = {
+    "Flatten": ((4, 4, 1), lambda x: keras.layers.Flatten()(images()(x)), "Flatten"),
+    "Reshape": ((3, 4), lambda x: keras.layers.Reshape((-1,))(parts()(x)), "Reshape"),
+    "Permute": ((3, 4), lambda x: keras.layers.Permute((2, 1))(parts()(x)), "Permute"),
+    "Concatenate": ((4,), twice(keras.layers.Concatenate()), "Concatenate"),
+    "normalised": ((4,), lambda x: keras.layers.BatchNormalization()(parts()(x)), "BatchNormalization"),
+    "softmax": ((4,), lambda x: keras.layers.Activation("softmax")(parts()(x)), "Activation"),
+    "plain layer": ((4,), lambda x: keras.layers.ReLU()(keras.layers.Dense(8)(parts()(x))), "Dense"),
+    "whole added": ((8,), lambda x: keras.layers.Add()([x, parts()(x)]), "InputLayer"),
+    "gathered added": (
+        (8,),
+        lambda x: keras.layers.Add()([parallel.ColumnParallelDense(8, process_set=ALONE)(x), parts()(x)]),
+        "ColumnParallelDense",
+    ),
+    "other size": ((8,), lambda x: keras.layers.Add()([parts(1)(x), parts(8, "spoils")(x)]), "ColumnParallelDense"),
+    "channels first": ((1, 4, 4), lambda x: images(data_format="channels_first")(x), "ColumnParallelConv2D"),
+    "pooled": ((3, 4), lambda x: keras.layers.MaxPooling1D(data_format="channels_first")(parts()(x)), "MaxPooling1D"),
+    "nested": (
+        (3, 4),
+        lambda x: keras.layers.ReLU()(keras.Sequential([keras.Input((3, 8)), keras.layers.Flatten()])(parts()(x))),
+        "Flatten",
+    ),
+}
+
+
+@pytest.mark.parametrize("input_units", [None, 32])
+@pytest.mark.parametrize("name", SPOILED)
+def test_parts_that_are_no_block_of_the_whole_are_refused(name, input_units):
+    """Merge and split cut the kernel by blocks of its rows: with these layers it would be another model's."""
+    shape, before, spoils = SPOILED[name]
+    row = parallel.RowParallelDense(2, input_is_parallel=True, input_units=input_units, name="row", process_set=ALONE)
+    message = rf"input of layer 'row' must be this worker's part.*\({spoils}\).*set gather_output=True"
+    with pytest.raises(ValueError, match=message):
+        row(before(keras.Input(shape)))
+
+
+def test_parts_pass_layers_that_work_by_place():
+    layers, settings = keras.layers, {"gather_output": False, "process_set": ALONE}
+    pooled = layers.MaxPooling2D()(parallel.ColumnParallelConv2D(7, 3, **settings)(keras.Input((6, 6, 1))))
+    vector = layers.GlobalAveragePooling2D()(keras.Sequential([keras.Input((2, 2, 7)), layers.ReLU()])(pooled))
+    one, other = (parallel.ColumnParallelDense(7, **settings)(keras.Input((5,))) for _ in range(2))
+    gated = layers.Multiply()([layers.Activation("sigmoid")(one), layers.Dropout(0.5)(other)])
+    for x in (vector, gated, keras.Sequential([keras.Input((5,)), parts(7)])(keras.Input((5,)))):
+        row = parallel.RowParallelDense(2, input_is_parallel=True, process_set=ALONE)
+        row(x)
+        assert row.input_units == 7
+        wrong = parallel.RowParallelDense(2, input_is_parallel=True, input_units=8, process_set=ALONE, name="wrong")
+        with pytest.raises(ValueError, match=r"input_units of layer 'wrong' must be 7, .*got 8; leave it out"):
+            wrong(x)
