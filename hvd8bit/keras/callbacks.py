@@ -217,17 +217,31 @@ class LearningRateWarmupCallback(Callback):
 
 def _shared_variables(optimizer, weights) -> list:
     """The optimizer's variables, but for those that it keeps for a worker's own part of a weight."""
-    # Keras names what belongs to a weight after it.
-    parts = [_plain_name(weight) for weight in weights if is_sharded(weight)]
-    return [
-        variable
-        for variable in optimizer_variables(optimizer)
-        if not any(part in _plain_name(variable) for part in parts)
-    ]
+    names = [(_plain_name(weight), is_sharded(weight)) for weight in weights]
+
+    def is_of_a_part(variable) -> bool:
+        own = [(len(name), sharded) for name, sharded in names if _is_named_after(_plain_name(variable), name)]
+        longest = max(own, default=(0, False))[0]
+        return (longest, True) in own
+
+    return [variable for variable in optimizer_variables(optimizer) if not is_of_a_part(variable)]
+
+
+def _is_named_after(variable: str, weight: str) -> bool:
+    """Whether an optimizer's variable has a weight's whole name in its own.
+
+        optimizer/layer_kernel_slot     Keras 3
+        slot/layer/kernel               Keras 2, also behind the optimizer's name
+        optimizer/layer/kernel/slot     its legacy optimizers
+
+    That may be so for several weights; then it is the one with the longest name.
+    """
+    last = variable.rpartition("/")[2]
+    return f"{last}_".startswith(weight.replace("/", "_") + "_") or f"/{weight}/" in f"/{variable}/"
 
 
 def _plain_name(variable) -> str:
-    return name_of(variable).partition(":")[0].replace("/", "_")
+    return name_of(variable).partition(":")[0]
 
 
 def _momentum(optimizer):

@@ -8,8 +8,9 @@ import tensorflow as tf
 
 from hvd8bit import EightBit, parallel
 from hvd8bit.collectives import LoopbackComm
+from hvd8bit.keras.callbacks import _shared_variables
 from hvd8bit.parallel.partition import part_range
-from hvd8bit.variables import is_sharded, tf_variable
+from hvd8bit.variables import is_sharded, mark_sharded, name_of, optimizer_variables, tf_variable
 
 keras = parallel.ColumnParallelDense.keras
 IS_KERAS2 = keras.__version__.startswith("2.")
@@ -184,6 +185,34 @@ def test_embedding_ids_keep_their_precision(workers, policy):
     for rows in LoopbackComm.run(workers, work):
         assert rows.dtype.name == policy.removeprefix("mixed_")
         np.testing.assert_array_equal(tf.cast(rows, tf.int32), table[[[3, 259, 517, 901, 2999]]])
+
+
+LEGACY = getattr(keras.optimizers, "legacy", None)
+OPTIMIZERS = {
+    "Adam": lambda: keras.optimizers.Adam(amsgrad=True),
+    "averages": lambda: keras.optimizers.SGD(momentum=0.9, use_ema=True, name="dense"),
+    "legacy Adam": lambda: LEGACY.Adam(),
+    "legacy SGD": lambda: LEGACY.SGD(momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if IS_KERAS2 or "legacy" not in name])
+def test_the_state_of_weights_with_names_like_a_part_s_is_shared(name):
+    """Only slots of parts are kept from the broadcast, not those of weights whose names hold a part's."""
+    ids = keras.Input((4,), dtype="int32")
+    parts = keras.layers.Embedding(9, 4, name="embedding")
+    whole = keras.layers.Embedding(8, 4, name="position_embedding")
+    inner = keras.Sequential([keras.Input((4, 4)), keras.layers.Dense(4, name="embedding")], name="dense")
+    x = keras.layers.Dense(4, name="embedding_embeddings")(inner(parts(ids) + whole(ids)))
+    model = keras.Model(ids, keras.layers.Dense(4, name="dense_embedding_2")(x))
+    mark_sharded(parts.embeddings)
+    optimizer = OPTIMIZERS[name]()
+    optimizer.apply_gradients([(tf.zeros(weight.shape), weight) for weight in model.trainable_variables])
+    slots = [variable for variable in optimizer_variables(optimizer) if tuple(variable.shape) == (9, 4)]
+    shared = {id(variable) for variable in _shared_variables(optimizer, model.weights)}
+    kept = [variable for variable in optimizer_variables(optimizer) if id(variable) not in shared]
+    assert [name_of(variable) for variable in kept] == [name_of(variable) for variable in slots]
+    assert slots
 
 
 def test_chained_layers_exchange_nothing_between(rng):
