@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 
-from hvd8bit.collectives import HorovodComm
 from hvd8bit.compression import EightBit
+from hvd8bit.parallel.boundary import comm_of
 from hvd8bit.parallel.layers import (
     ColumnParallelConv2D,
     ColumnParallelDense,
@@ -14,7 +14,7 @@ from hvd8bit.parallel.layers import (
     RowParallelDense,
     layers_for,
 )
-from hvd8bit.parallel.layers_base import ParallelLayer
+from hvd8bit.parallel.layers_base import ParallelLayer, compressions_of, process_set_of
 
 _PATCHES = "_patches"
 _BY_PLACE = "abcd,bcde->abce"
@@ -69,7 +69,7 @@ def split(model, layers=None, *, compression=EightBit, process_set=None):
       ValueError: a name is not that of a layer that can be split, or a layer has a regularizer or constraint.
     """
     keras = _keras_of(model)
-    workers = HorovodComm(process_set).size()
+    workers = comm_of(process_set_of(process_set, compressions_of(compression))).size()
     chosen: dict = {}
     if layers is not None:
         chosen = dict(layers) if isinstance(layers, Mapping) else {name: {} for name in layers}

@@ -42,10 +42,10 @@ class ParallelLayer(_KerasLayer):
             )
         super().__init__(**settings)
         self.supports_jit = False  # XLA cannot compile collectives; Keras 3 asks before it turns XLA on
-        self._compressions = {boundary: _compression_at(boundary, compression) for boundary in _BOUNDARIES}
+        self._compressions = compressions_of(compression)
         same = self._compressions["input"] == self._compressions["output"]
         self.compression = self._compressions["output"] if same else dict(self._compressions)
-        self._process_set = _process_set_of(process_set)
+        self._process_set = process_set_of(process_set, self._compressions)
         self._parts: dict[str, tuple[tuple[int, ...], int | None]] = {}
 
     # ---- who takes part ----
@@ -53,8 +53,8 @@ class ParallelLayer(_KerasLayer):
     @property
     def comm(self):
         """The workers that share the layer."""
-        own = [one for one in self._compressions.values() if one is not None and one.process_set is not None]
-        return comm_of(self._process_set, own[0] if own else None)
+        comm, _ = (comm_of(self._process_set, one) for one in self._compressions.values())
+        return comm
 
     @property
     def workers(self) -> int:
@@ -240,6 +240,11 @@ def last_dimension(layer, input_shape) -> int:
 _BOUNDARIES = ("input", "output")
 
 
+def compressions_of(compression) -> dict[str, EightBitCompressor | None]:
+    """By boundary, what a layer was told as its compression."""
+    return {boundary: _compression_at(boundary, compression) for boundary in _BOUNDARIES}
+
+
 def _compression_at(boundary: str, compression) -> EightBitCompressor | None:
     """What a layer was told for one of its boundaries; also as its configuration says it."""
     if isinstance(compression, dict):
@@ -271,8 +276,10 @@ def _ranks_of(process_set):
     return process_set.ranks() if isinstance(process_set, HorovodComm) else list(process_set.ranks)
 
 
-def _process_set_of(process_set):
-    """A process set, also by its ranks, as a configuration names it."""
+def process_set_of(process_set, compressions: dict):
+    """Who shares a layer: the process set that it is given, also by its ranks, as a configuration names it, or that of
+    its compressions; None: all workers.
+    """
     if isinstance(process_set, (list, tuple)):
         ranks = tuple(process_set)
         if ranks not in _known_process_sets:
@@ -281,6 +288,10 @@ def _process_set_of(process_set):
                 "and give it to a layer, or to hvd8bit.parallel.split, before"
             )
         return _known_process_sets[ranks]
+    given = [process_set, *(one.process_set for one in compressions.values() if one is not None)]
+    process_set = next((one for one in given if one is not None), None)
+    if getattr(process_set, "process_set_id", None) == 0:
+        return None
     if process_set is not None and getattr(process_set, "ranks", None) and not callable(process_set.ranks):
         _known_process_sets[tuple(process_set.ranks)] = process_set
     return process_set

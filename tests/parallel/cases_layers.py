@@ -154,6 +154,35 @@ def test_process_sets(hvd, compression):
             hvd.remove_process_set(pair)
 
 
+@pytest.mark.parametrize("where", ["both", "input", "output"])
+def test_process_sets_of_compressions(hvd, where):
+    """Each worker has a layer for itself: its clone, too, with both boundaries, and what is split by it."""
+    if hvd.size() == 1:
+        return
+    alone = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
+    try:
+        mine = alone[hvd.rank()]
+        own = ALL(process_set=mine)
+        compression = own if where == "both" else {"input": None, "output": None, where: own}
+        model = sequential(parallel.ColumnParallelDense(7, compression=compression), shape=(12,), dtype="float32")
+        for one in (model, keras.models.clone_model(model)):
+            assert one.layers[-1].get_config()["process_set"] == [hvd.rank()]
+            assert one.layers[-1].weights[0].shape == (12, 7)
+            assert one(tf.ones([2 + hvd.rank(), 12])).shape == (2 + hvd.rank(), 7)
+        plain = sequential(keras.layers.Dense(1), shape=(12,), dtype="float32")
+        assert isinstance(parallel.split(plain, compression=compression).layers[-1], ParallelLayer)
+        other = alone[hvd.rank() - 1]
+        for wrong in (
+            {"compression": compression, "process_set": other},
+            {"compression": {"input": own, "output": ALL(process_set=other)}},
+        ):
+            with pytest.raises(ValueError, match=r"process_set differs.*give it once"):
+                parallel.ColumnParallelDense(7, **wrong)(tf.ones([2, 12]))
+    finally:
+        for one in alone:
+            hvd.remove_process_set(one)
+
+
 @pytest.mark.parametrize("name", ["column", "row", "conv valid", "local", "embedding"])
 def test_different_batches_are_an_error_on_every_worker(hvd, compression, name):
     if hvd.size() == 1:
