@@ -13,7 +13,7 @@ from hvd8bit.collectives import HorovodComm
 from hvd8bit.compression import EightBit, check_compression
 from hvd8bit.parallel import keras_step, pipeline
 from hvd8bit.parallel.boundary import check_activation_compression
-from hvd8bit.parallel.primitives import all_gather
+from hvd8bit.parallel.primitives import all_gather, scatter
 from hvd8bit.parallel.union import Gradients, Penalties, Union, scaled
 from hvd8bit.reduction import reduce_gradients
 from hvd8bit.variables import name_of, unique
@@ -127,15 +127,25 @@ class HybridModel(keras_step.JointModel):
             self.built = True
 
     def call(self, inputs, training=None):
-        """This worker's rows of the outputs. All workers must call, each with rows of its own."""
+        """This worker's rows of the outputs. All workers must call, each with rows of its own.
+
+        Gradients are those of the sum of all workers' losses, and all workers must ask for them. Those of the upper
+        weights are complete. Those of the lower weights are this worker's share: add them up, with op=hvd.Sum.
+        """
         self._prepare(keras_step.symbols(inputs))
         wiring = self._hvd8bit
-        rows = tf.shape(keras.tree.flatten(inputs)[0], tf.int64)[0]
-        counts = wiring.comm.gather_rows(rows[None], f"{wiring.scope}_rows") if wiring.comm.size() > 1 else rows[None]
-        sizes = [tf.cast(count, tf.int32) for count in tf.unstack(counts, num=wiring.comm.size())]
+        exactly = {"compression": None, "process_set": wiring.comm.process_set}
+        rows = tf.shape(keras.tree.flatten(inputs)[0])[:1]
+        counts = all_gather(rows, name=f"{wiring.scope}/rows", sizes=[1] * wiring.comm.size(), **exactly)
+        sizes = tf.unstack(counts, num=wiring.comm.size())
         outputs = self._call_upper(self._gathered(self.lower(inputs, training=training), sizes), training)
-        start = tf.reduce_sum(counts[: wiring.comm.rank()])
-        return keras_step.slice_rows(outputs, start, start + rows)
+        # Each worker knows the error signal of its own rows; the upper part needs that of all, and the same on all.
+        return keras.tree.map_structure(
+            lambda leaf: (
+                leaf if leaf is None else scatter(leaf, name=f"{wiring.scope}/own_rows", sizes=sizes, **exactly)
+            ),
+            outputs,
+        )
 
     # ---- training ----
 

@@ -70,9 +70,14 @@ def make_data(rows, dtype="float32", seed=0):
     return rng.standard_normal((rows, 6, 6, 1)).astype(dtype), rng.integers(0, 10, rows)
 
 
+def parts_of_all(hvd, rows_of, dtype="float32", seed=0):
+    """The workers' data, by rank; `rows_of(rank)` rows each."""
+    return [make_data(rows_of(rank), dtype, seed=100 * seed + rank) for rank in range(hvd.size())]
+
+
 def union(hvd, rows_of, dtype="float32", seed=0):
-    """This worker's data, and everyone's together; `rows_of(rank)` rows each."""
-    parts = [make_data(rows_of(rank), dtype, seed=100 * seed + rank) for rank in range(hvd.size())]
+    """This worker's data, and everyone's together."""
+    parts = parts_of_all(hvd, rows_of, dtype, seed)
     return parts[hvd.rank()], tuple(np.concatenate(arrays) for arrays in zip(*parts))
 
 
@@ -207,6 +212,48 @@ def test_fit_evaluate_and_predict(hvd, capsys):
     assert outputs.shape == (rows, 10)
     np.testing.assert_allclose(outputs, whole.predict(x, verbose=0), rtol=1e-3, atol=1e-6)
     np.testing.assert_allclose(model(x[:5]), outputs[:5], rtol=1e-3, atol=1e-6)
+
+
+def start_with(layer):
+    return lambda: [layer(), *make_upper()[1:]]
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize(
+    "make_layers",
+    [make_upper, start_with(lambda: keras.layers.Dense(20, activation="tanh"))],
+    ids=["split_entrance", "whole_entrance"],
+)
+def test_gradients_of_a_loop_of_ones_own_are_those_of_one_process(hvd, make_layers, in_graph):
+    model = HybridModel(make_lower(), make_layers(), SUB_BATCHES, compression=None)
+    model.build((None, 6, 6, 1))
+    whole = whole_model(model)
+    cross_entropy = keras.losses.SparseCategoricalCrossentropy(reduction="sum")
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(model.trainable_variables)
+
+    def step(x, y, more, rows):
+        with tf.GradientTape() as tape:
+            # Two calls, as a step may make them; `more` the other way round, so that workers' error signals differ.
+            loss = (cross_entropy(y, model(x, training=True)) + 0.5 * cross_entropy(y, model(more))) / rows
+        lower, upper = model.lower.trainable_variables, model.upper.trainable_variables
+        gradients = tape.gradient(loss, [variable.value for variable in [*lower, *upper]])
+        summed = [hvd.allreduce(g, op=hvd.Sum, name=f"lower_{n}") for n, g in enumerate(gradients[: len(lower)])]
+        optimizer.apply([*summed, *gradients[len(lower) :]], [*lower, *upper])
+        return loss
+
+    step = tf.function(step, reduce_retracing=True) if in_graph else step
+    for number, rows_of in enumerate(ROWS):
+        (x, y), (xs, ys) = union(hvd, rows_of, seed=number)
+        rows = float(len(xs))
+        loss = step(tf.constant(x), tf.constant(y), tf.constant(x[::-1]), tf.constant(rows))
+        mirrored = np.concatenate([images[::-1] for images, _ in parts_of_all(hvd, rows_of, seed=number)])
+        with tf.GradientTape() as tape:
+            expected = (cross_entropy(ys, whole(xs)) + 0.5 * cross_entropy(ys, whole(mirrored))) / rows
+        variables = whole.trainable_variables
+        whole.optimizer.apply(tape.gradient(expected, [variable.value for variable in variables]), variables)
+        assert hvd.allreduce(loss, op=hvd.Sum, name="loss").numpy() == pytest.approx(expected.numpy(), rel=1e-5)
+        assert relative(weights_of_all(model), whole.get_weights()) <= 1e-5
 
 
 def test_sample_weights_count(hvd):
