@@ -281,7 +281,8 @@ class HybridModel(keras_step.JointModel):
             return tf.zeros((), outputs.dtype)
         labels, weights = union.labels(number)
         loss = self._compile_loss(labels, outputs, weights)
-        return loss * tf.cast(union.share_with_repeated(number), loss.dtype) if self._hvd8bit.mean_loss else loss
+        counts = union.share(number) if self._hvd8bit.mean_loss else union.own(number) > 0
+        return loss * tf.cast(counts, loss.dtype)
 
     def _reduce_upper(self, upper: Gradients, number: int) -> None:
         """Weights that every worker has whole: all compute the same gradient, and this keeps it so to the last bit."""

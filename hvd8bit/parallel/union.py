@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import keras
 import tensorflow as tf
 
@@ -49,7 +51,8 @@ class Union:
     """All workers' mini-batches as one batch, cut into sub-batches: which rows are where, and their labels.
 
     Sub-batch k holds part k of each worker's rows, in order of rank. Workers exchange the numbers of their rows, and
-    labels and sample weights as they are.
+    labels and sample weights as they are. A sub-batch that would be empty holds rows that belong to others, and counts
+    for nothing; no other holds such rows.
     """
 
     def __init__(self, wiring, x, y, sample_weight):
@@ -58,9 +61,9 @@ class Union:
         counts = comm.gather_rows(own[None], f"{scope}_rows") if comm.size() > 1 else own[None]
         by_worker = tf.unstack(counts, num=comm.size())
         self.rows = tf.reduce_sum(counts)
-        self.own_parts = pipeline.cut(own, wiring.sub_batches)
+        self._parts = _cut_together(by_worker, wiring.sub_batches)
+        self.own_parts = self._parts[comm.rank()]
         self.own_share = tf.cast(own, tf.float64) / tf.cast(self.rows, tf.float64)
-        self._parts = [pipeline.cut(count, wiring.sub_batches) for count in by_worker]
         self._first_rows = [tf.reduce_sum(counts[:rank]) for rank in range(comm.size())]
         self._sub_batches = range(wiring.sub_batches)
         self._labels, self._weights = keras.tree.map_structure(
@@ -72,29 +75,23 @@ class Union:
         """Rows of a sub-batch, by worker."""
         return [tf.cast(parts[number].stop - parts[number].start, tf.int32) for parts in self._parts]
 
-    def share(self, number: int) -> tf.Tensor:
-        """Rows of the sub-batch / rows of the union batch, float64."""
-        own = tf.add_n([parts[number].own for parts in self._parts])
-        return tf.cast(own, tf.float64) / tf.cast(self.rows, tf.float64)
+    def own(self, number: int) -> tf.Tensor:
+        """How many rows of the sub-batch are its own: all, or none."""
+        return tf.add_n([parts[number].own for parts in self._parts])
 
-    def share_with_repeated(self, number: int) -> tf.Tensor:
-        """The same, where a row counts that is there to fill a sub-batch: a mean over it divides by that, too."""
-        held = tf.add_n([parts[number].stop - parts[number].start for parts in self._parts])
-        return tf.cast(held, tf.float64) / tf.cast(self.rows, tf.float64)
+    def share(self, number: int) -> tf.Tensor:
+        """Own rows of the sub-batch / rows of the union batch, float64."""
+        return tf.cast(self.own(number), tf.float64) / tf.cast(self.rows, tf.float64)
 
     def labels(self, number: int):
-        """Labels of a sub-batch, and sample weights; rows that are there to fill it weigh nothing."""
-        counts = self._counts(number)
-        weights = self._rows_of(self._weights, number)
-        if weights is None:
-            return self._rows_of(self._labels, number), counts
-        return self._rows_of(self._labels, number), weights * tf.reshape(
-            tf.cast(counts, weights.dtype), [-1] + [1] * (weights.shape.rank - 1)
-        )
+        """Labels of a sub-batch, and sample weights."""
+        return self._rows_of(self._labels, number), self._rows_of(self._weights, number)
 
     def kept(self, predictions: list):
         """Labels, outputs and sample weights of all rows of the union, each once."""
-        keep = tf.concat([self._counts(number) for number in self._sub_batches], 0) > 0
+        keep = tf.concat(
+            [tf.fill([tf.reduce_sum(self.sizes(number))], self.own(number) > 0) for number in self._sub_batches], 0
+        )
 
         def whole(nest):
             parts = [self._rows_of(nest, number) for number in self._sub_batches]
@@ -104,13 +101,6 @@ class Union:
 
         return whole(self._labels), tf.boolean_mask(tf.concat(predictions, 0), keep), whole(self._weights)
 
-    def _counts(self, number: int):
-        """1.0 for each row of a sub-batch, 0.0 for those that fill it."""
-        parts = [parts[number] for parts in self._parts]
-        return tf.concat(
-            [tf.fill([part.stop - part.start], tf.cast(part.own > 0, keras.config.floatx())) for part in parts], 0
-        )
-
     def _rows_of(self, nest, number: int):
         places = [
             (first + parts[number].start, first + parts[number].stop)
@@ -119,6 +109,19 @@ class Union:
         return keras.tree.map_structure(
             lambda leaf: None if leaf is None else tf.concat([leaf[start:stop] for start, stop in places], 0), nest
         )
+
+
+def _cut_together(rows: list, sub_batches: int) -> list[list[pipeline.Part]]:
+    """The parts of each worker's rows. A worker repeats a row only where nobody has one for that sub-batch."""
+    by_worker = [pipeline.cut(count, sub_batches) for count in rows]
+    anybody = [tf.add_n([part.own for part in parts]) > 0 for parts in zip(*by_worker)]
+    return [
+        [
+            dataclasses.replace(part, stop=tf.where(some, part.start + part.own, part.stop))
+            for part, some in zip(parts, anybody)
+        ]
+        for parts in by_worker
+    ]
 
 
 def _gathered_exactly(leaf, counts, wiring):

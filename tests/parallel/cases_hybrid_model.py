@@ -266,6 +266,45 @@ def test_sample_weights_count(hvd):
     assert relative(weights_of_all(model), whole.get_weights()) <= 1e-5
 
 
+@pytest.mark.parametrize(
+    ("rows_of", "length"), zip(ROWS, [8, 3, 3]), ids=["as_long_as_a_sub_batch", "unequal", "fewer_than_sub_batches"]
+)
+@pytest.mark.parametrize(
+    ("compression", "reduction"),
+    [(None, "sum_over_batch_size"), (None, "sum"), (ENCODE_ALL, "sum_over_batch_size")],
+    ids=["exact", "sum", "eight_bit"],
+)
+def test_a_loss_for_each_position(hvd, rows_of, length, compression, reduction):
+    """Labels, losses and sample weights of shape [rows, length]."""
+    model = HybridModel(
+        [keras.layers.Dense(8, activation="tanh")],
+        [ColumnParallelDense(6, activation="tanh", compression=compression), keras.layers.Dense(5)],
+        SUB_BATCHES,
+        compression=compression,
+        gradient_compression=compression,
+    )
+    model.build((None, length, 4))
+    whole = keras.Sequential([keras.models.clone_model(model.lower), merge(model.upper)])
+    whole.build((None, length, 4))
+    whole.layers[0].set_weights(model.lower.get_weights())
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+    for each in (model, whole):
+        each.compile(keras.optimizers.SGD(0.01), loss=loss, weighted_metrics=["accuracy"])
+    rng = np.random.default_rng(3)
+    parts = []
+    for rank in range(hvd.size()):
+        shape = (rows_of(rank), length)
+        parts.append([rng.standard_normal((*shape, 4)).astype("float32"), rng.integers(0, 5, shape), rng.random(shape)])
+    tolerance = 1e-5 if compression is None else 0.05
+    for weighted in (2, 3):
+        mine = parts[hvd.rank()][:weighted]
+        everything = [np.concatenate(arrays) for arrays in zip(*parts)][:weighted]
+        found = [*model.train_on_batch(*mine), *model.test_on_batch(*mine)]
+        expected = [*whole.train_on_batch(*everything), *whole.test_on_batch(*everything)]
+        np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
+        assert relative(weights_of_all(model), whole.get_weights()) <= tolerance
+
+
 def test_sums_are_summed(hvd):
     loss = keras.losses.SparseCategoricalCrossentropy(reduction="sum")
     model = make(loss=loss, optimizer=lambda: keras.optimizers.SGD(0.001))
