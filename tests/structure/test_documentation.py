@@ -118,3 +118,34 @@ def test_the_wire_formats_page_has_the_numbers_of_the_names():
     for name in datatypes.DATA_TYPES:
         assert f"{datatypes.data_type_id(name)} `{name}`" in text
     assert ", ".join(f"{number} {name}" for name, number in wire.DTYPE_IDS.items()) in text
+
+
+def test_the_wire_formats_page_has_the_rule_of_auto():
+    from hvd8bit import modes
+    from hvd8bit.parallel import transfer
+
+    text = " ".join((ROOT / "docs" / "wire-format.md").read_text(encoding="utf-8").split())
+    assert f"at most {modes.MAX_ALLGATHER_ELEMENTS:,} elements" in text
+    assert f"at most {modes.ROUND_BYTES:,} bytes more" in text
+    assert f"0x{transfer.EXACT_MAGIC:X}" in text
+    largest = {workers: _largest_allgather(modes, workers) for workers in (2, 3, 4, 5)}
+    assert largest == {2: 65_536, 3: 65_536, 4: 65_536, 5: 40_960}
+    assert "with 2 to 4 workers for all of them, with 5 up to 40,960" in text
+
+
+def _largest_allgather(modes, workers: int) -> int:
+    around = (40_959, 40_960, 40_961, 65_535, 65_536, 65_537)
+    return max(n for n in around if modes.choose("auto", (n,), workers, 1024) == modes.ALLGATHER)
+
+
+def test_the_readme_has_the_sizes_from_which_8_bits_are_fewer_bytes():
+    from hvd8bit import modes
+    from hvd8bit.encoding import Encoding
+
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    told = re.search(r"has to be ([\d,]+) elements on ([\d,]+) workers, ([\d,]+) on ([\d,]+),", text)
+    assert told
+    numbers = [int(number.replace(",", "")) for number in told.groups()]
+    for elements, workers in (numbers[:2], numbers[2:]):
+        fewer = [modes.pays((elements + more,), workers, Encoding.block_size) for more in (-64, -1, 0, 1, 64)]
+        assert fewer == [False, False, True, True, True], f"README: {elements:,} elements on {workers:,} workers"
