@@ -29,6 +29,7 @@ def _doctor(args: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hvd8bit", description="8-bit gradients for Horovod on TensorFlow")
     parser.add_argument("--version", action="version", version=f"hvd8bit {hvd8bit.__version__}")
+    parser.set_defaults(on_workers=False)
     commands = parser.add_subparsers(title="commands", required=True, metavar="command")
 
     doctor = commands.add_parser(
@@ -53,8 +54,14 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
+        if not args.on_workers:
+            common.check_outputs(args)
         return int(args.run(args))
     except (OSError, common.UsageError) as error:
-        # A --json path that cannot be written, for one.
+        # A disk that is full, for one.
         print(f"hvd8bit: {error}", file=sys.stderr)
-        return 2
+    except ImportError as error:
+        # Those without a name are hvd8bit's and Horovod's own, and say what to do.
+        remedy = "; python -m hvd8bit doctor says what to install, and how" if error.name else ""
+        print(f"hvd8bit: {error}{remedy}", file=sys.stderr)
+    return 2

@@ -175,11 +175,11 @@ def _add_exchange(benches: Any) -> None:
     parser.add_argument("--sums-only", action="store_true", help="leave out the parts, 'bare' and 'no_communication'")
     _add_rounds(parser, rounds=20, seconds=20.0)
     common.add_outputs(parser, "the time over the number of elements")
-    parser.set_defaults(run=_exchange)
+    parser.set_defaults(run=_exchange, on_workers=True)
 
 
 def _exchange(args: argparse.Namespace) -> int:
-    with _worker("exchange") as (rank, say):
+    with _worker("exchange", args) as (rank, say):
         from hvd8bit import tables
         from hvd8bit.bench import exchange, output, timing
         from hvd8bit.encoding import Encoding
@@ -262,11 +262,11 @@ def _add_train(benches: Any) -> None:
     )
     _add_rounds(parser, rounds=20, seconds=60.0)
     common.add_outputs(parser, "bars of the images per second")
-    parser.set_defaults(run=_train)
+    parser.set_defaults(run=_train, on_workers=True)
 
 
 def _train(args: argparse.Namespace) -> int:
-    with _worker("train") as (rank, say):
+    with _worker("train", args) as (rank, say):
         from hvd8bit import tables
         from hvd8bit.bench import output, timing, train
 
@@ -317,11 +317,11 @@ def _add_hybrid(benches: Any) -> None:
     parser.add_argument("--compressions", type=_compressions, metavar="C,C", help="of none, eightbit (default: both)")
     _add_rounds(parser, rounds=20, seconds=60.0)
     common.add_outputs(parser, "bars of the three times")
-    parser.set_defaults(run=_hybrid)
+    parser.set_defaults(run=_hybrid, on_workers=True)
 
 
 def _hybrid(args: argparse.Namespace) -> int:
-    with _worker("hybrid") as (rank, say):
+    with _worker("hybrid", args) as (rank, say):
         from hvd8bit import tables
         from hvd8bit.bench import hybrid, output, timing
 
@@ -444,8 +444,12 @@ def _report(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _worker(bench: str) -> Iterator[tuple[int, Callable[[str], None]]]:
-    """Horovod, started; gives this worker's rank, and a function that prints progress on rank 0."""
+def _worker(bench: str, args: argparse.Namespace) -> Iterator[tuple[int, Callable[[str], None]]]:
+    """Horovod, started; gives this worker's rank, and a function that prints progress on rank 0.
+
+    Raises:
+      UsageError: there is one worker alone; on rank 0, which writes: what was asked for cannot be written.
+    """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     with common.quiet():
         import horovod.tensorflow as hvd
@@ -458,6 +462,8 @@ def _worker(bench: str) -> Iterator[tuple[int, Callable[[str], None]]]:
             f"bench {bench} needs at least 2 workers: horovodrun -np 2 hvd8bit bench {bench}, or hvd8bit bench "
             f"netlab -n 2 -- hvd8bit bench {bench}"
         )
+    if hvd.rank() == 0:  # others may be on hosts without its folders
+        common.check_outputs(args)
     yield hvd.rank(), _progress if hvd.rank() == 0 else lambda text: None
 
 

@@ -62,6 +62,36 @@ def add_outputs(parser: argparse.ArgumentParser, picture: str) -> None:
     parser.add_argument("--plot", metavar="PATH.png", help=f"draw {picture}")
 
 
+def check_outputs(args: argparse.Namespace) -> None:
+    """Whether what was asked for can be written, before the work is done. Raises UsageError."""
+    for name in ("json", "plot", "output", "markdown"):
+        path = getattr(args, name, None)
+        if path is None or (name == "json" and path == "-"):
+            continue
+        problem = _unwritable(path)
+        if problem:
+            raise UsageError(f"--{name} must be a path that can be written, got {path!r}: {problem}")
+    if getattr(args, "plot", None) is not None:
+        try:
+            import matplotlib.figure  # noqa: F401
+        except ImportError as error:
+            raise UsageError(f"--plot needs matplotlib: pip install matplotlib ({error})") from error
+
+
+def _unwritable(path: str) -> str | None:
+    """Why nothing can be written there, and what to do; None where it can."""
+    if os.path.isdir(path) or not os.path.basename(path):
+        return "name a file, not a folder"
+    if os.path.exists(path):
+        return None if os.access(path, os.W_OK) else "this file is not yours to write; name another one"
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        return f"there is no folder {folder!r}; make it first"
+    return (
+        None if os.access(folder, os.W_OK | os.X_OK) else f"the folder {folder!r} is not yours to write; name another"
+    )
+
+
 def count(text: str) -> int:
     """An integer of at least 1."""
     try:
