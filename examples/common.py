@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # else every worker greets with a screen of its own
 
@@ -76,6 +77,12 @@ def compression_settings(name: str) -> dict:
     if name == "eightbit":
         return {"compression": name, "data_type": FLAGS.data_type, "block_size": FLAGS.block_size or None}
     return {"compression": name}
+
+
+def usage_error(text: str) -> NoReturn:
+    """Ends the program: a flag's value cannot be used; on every worker."""
+    print(text, file=sys.stderr)
+    sys.exit(2)
 
 
 def say(text: str) -> None:

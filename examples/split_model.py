@@ -82,6 +82,17 @@ def train(compression_name: str, seed: int, data, test) -> dict:
 
 def main(_):
     common.start(process_sets=FLAGS.replicas > 1)
+    layers, stages = len(make_layers()), hvd.size() // FLAGS.replicas
+    if hvd.size() % FLAGS.replicas:
+        common.usage_error(
+            f"--replicas must divide the number of workers, {hvd.size()}, got {FLAGS.replicas}: each replica takes as "
+            f"many workers; horovodrun -np {2 * FLAGS.replicas} gives each two stages"
+        )
+    if stages > layers:
+        common.usage_error(
+            f"--replicas must leave at most {layers} stages, one for each layer, got {FLAGS.replicas} on {hvd.size()} "
+            "workers; give more replicas or fewer workers"
+        )
     data, test = common.whole_data()
     settings = itertools.product(FLAGS.compression, FLAGS.seed)
     records = [train(compression, seed, data, test) for compression, seed in settings]

@@ -8,6 +8,7 @@ that a disturbance of the machine hits all of them. Before anything is timed, al
 weights.
 """
 
+import inspect
 import math
 import statistics
 
@@ -30,9 +31,13 @@ COLUMNS = {
 
 
 def main(_):
+    build = getattr(keras.applications, FLAGS.model, None)
+    if not inspect.isfunction(build):
+        known = ", ".join(name for name in dir(keras.applications) if name[0].isupper())
+        common.usage_error(f"--model must be one of keras.applications, got {FLAGS.model!r}; there are {known}")
     common.start()
     size = {"input_shape": (FLAGS.image_size, FLAGS.image_size, 3)} if FLAGS.image_size else {}
-    model = getattr(keras.applications, FLAGS.model)(weights=None, **size)
+    model = build(weights=None, **size)
     optimizer = keras.optimizers.SGD(0.01)
     optimizer.build(model.trainable_variables)
     hvd8bit.broadcast_variables([model.variables, list(optimizer.variables)], root_rank=0)

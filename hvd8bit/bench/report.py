@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import html as escape_html
 import json
@@ -42,11 +43,24 @@ class Document:
     versions: dict[str, Any]
 
 
+@contextlib.contextmanager
+def _as_written(name: str) -> Iterator[None]:
+    """Whatever a file's content lets fail becomes a ValueError that names the file: anything may be in a folder."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        wrong = f"a result lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(
+            f"{name}.json must be as hvd8bit's commands write it by --json, and is not ({wrong}); write it again, or "
+            "take it out of the folder"
+        ) from error
+
+
 def read(folder: str) -> list[Document]:
     """The folder's JSON files that have results, by benchmark and name.
 
     Raises:
-      ValueError: there are none, or a file is not JSON.
+      ValueError: there are none, or a file is not JSON, or not as hvd8bit wrote it.
     """
     found = []
     for path in sorted(pathlib.Path(folder).glob("*.json")):
@@ -58,15 +72,16 @@ def read(folder: str) -> list[Document]:
         if not isinstance(results, list) or not results or not all(isinstance(r, dict) for r in results):
             continue
         benchmark = content.get("benchmark", "")
-        found.append(
-            Document(
-                path.stem,
-                benchmark if benchmark in BENCHMARKS else "",
-                [*results, *content.get("slices", [])],
-                content.get("machine", {}),
-                content.get("versions", {}),
+        with _as_written(path.stem):
+            found.append(
+                Document(
+                    path.stem,
+                    benchmark if benchmark in BENCHMARKS else "",
+                    [*results, *content.get("slices", [])],
+                    dict(content.get("machine", {})),
+                    dict(content.get("versions", {})),
+                )
             )
-        )
     if not found:
         raise ValueError(f"no results in {folder}: it must hold .json files that hvd8bit's commands wrote by --json")
     order = [*BENCHMARKS, ""]
@@ -86,7 +101,16 @@ def runs(document: Document) -> list[list[dict[str, Any]]]:
 def summary(documents: Sequence[Document]) -> list[dict[str, str]]:
     """A row for each sum that was measured with float32 and 8 bit: what the speed is judged by."""
     rows = []
-    for records in (run for d in documents if d.benchmark == "exchange" for run in runs(d)):
+    for document in documents:
+        if document.benchmark == "exchange":
+            with _as_written(document.name):
+                rows += _summary(document)
+    return rows
+
+
+def _summary(document: Document) -> list[dict[str, str]]:
+    rows = []
+    for records in runs(document):
         by_name = {r["compression"]: r for r in records if r["compression"] != "slices"}
         ours = next((by_name[name] for name in output.EIGHT_BIT if name in by_name), None)
         if ours is None or "none" not in by_name:
@@ -121,7 +145,8 @@ def html(documents: Sequence[Document]) -> str:
         if document.benchmark != previous:
             parts.append(f"<h2>{BENCHMARKS.get(document.benchmark, 'Other results')}</h2>")
             previous = document.benchmark
-        parts += _document(document)
+        with _as_written(document.name):
+            parts += _document(document)
     return _PAGE.format(body="\n".join(parts))
 
 
@@ -251,7 +276,10 @@ def fill_markdown(path: str, documents: Sequence[Document]) -> None:
     """
     page = pathlib.Path(path)
     before = page.read_text(encoding="utf-8")
-    tables = {document.name: _markdown(document) for document in documents}
+    tables = {}
+    for document in documents:
+        with _as_written(document.name):
+            tables[document.name] = _markdown(document)
     rows = summary(documents)
     if rows:
         heads = list(rows[0])

@@ -429,8 +429,9 @@ def _report(args: argparse.Namespace) -> int:
 
     documents = common.checked(lambda: report.read(args.folder))
     path = args.output or os.path.join(args.folder, "report.html")
+    page = common.checked(lambda: report.html(documents))
     with open(path, "w", encoding="utf-8") as out:
-        out.write(report.html(documents))
+        out.write(page)
     print(f"{path}: {len(documents)} files", file=sys.stderr if args.json == "-" else sys.stdout)
     if args.markdown:
         common.checked(lambda: report.fill_markdown(args.markdown, documents))

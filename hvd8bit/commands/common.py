@@ -92,14 +92,21 @@ def _unwritable(path: str) -> str | None:
     )
 
 
+LARGEST_COUNT = 10**12
+"""Of workers, samples, elements: beyond all that there is, and products of them are still numbers."""
+
+
 def count(text: str) -> int:
-    """An integer of at least 1."""
+    """An integer of at least 1, and at most `LARGEST_COUNT`."""
     try:
         value = int(text)
     except ValueError:
         value = 0
+    shown = text if len(text) <= 40 else f"{text[:37]}..."
     if value < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {shown!r}")
+    if value > LARGEST_COUNT:
+        raise argparse.ArgumentTypeError(f"must be at most {LARGEST_COUNT:,}, got {shown!r}")
     return value
 
 

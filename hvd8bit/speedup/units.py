@@ -24,6 +24,11 @@ _SIZES = {"bit": 0.125, "B": 1.0}
 _TIMES = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 
 BANDWIDTH_UNITS = "bit/s or B/s with k, M, G, T (10^3 …) or Ki, Mi, Gi, Ti (2^10 …) before it, such as 10Gbit/s"
+MOST = 1e15
+"""In bytes per second, and one over the least: beyond all that there is, and products of them are still numbers."""
+LONGEST_S = 1e9
+"""Thirty years."""
+
 TIME_UNITS = "ns, us, ms, s or min, such as 30us"
 
 
@@ -31,20 +36,22 @@ def bandwidth(text: str) -> float:
     """Bytes per second from text such as `10Gbit/s`, `1.25 GB/s` or `1GiB/s`.
 
     Raises:
-      ValueError: no number above 0, or an unknown unit; says which units there are.
+      ValueError: no number above 0, one out of all bounds, or an unknown unit; says which units there are.
     """
     units = {
         f"{prefix}{unit}/s": factor * size for prefix, factor in _PREFIXES.items() for unit, size in _SIZES.items()
     }
-    return _parse(text, units, "a bandwidth", BANDWIDTH_UNITS)
+    return _parse(text, units, "a bandwidth", BANDWIDTH_UNITS, most=MOST, most_text="1 PB/s")
 
 
 def seconds(text: str, *, zero: bool = False) -> float:
     """Seconds from text such as `30us` or `180 ms`. Raises as `bandwidth`; `zero` allows 0."""
-    return _parse(text, _TIMES, "a time", TIME_UNITS, zero=zero)
+    return _parse(text, _TIMES, "a time", TIME_UNITS, zero=zero, most=LONGEST_S, most_text="10^9 s")
 
 
-def _parse(text: str, units: dict[str, float], what: str, known: str, *, zero: bool = False) -> float:
+def _parse(
+    text: str, units: dict[str, float], what: str, known: str, *, most: float, most_text: str, zero: bool = False
+) -> float:
     match = re.fullmatch(r"\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*(.*?)\s*", text)
     try:
         number = float(match[1]) if match else math.nan
@@ -55,9 +62,15 @@ def _parse(text: str, units: dict[str, float], what: str, known: str, *, zero: b
     if match[2] not in units:
         unit = f"the unit {match[2]!r} is unknown" if match[2] else "the unit is missing"
         raise ValueError(f"{what} must be in {known}; {unit} in {text!r}")
-    if not (number > 0 or (zero and number == 0)) or math.isinf(number):
+    if not (number > 0 or (zero and number == 0)):
         raise ValueError(f"{what} must be {'0 or ' if zero else ''}above 0, got {text!r}")
-    return number * units[match[2]]
+    value = number * units[match[2]]
+    if value > most:
+        raise ValueError(f"{what} must be at most {most_text}, got {text!r}")
+    if value < 1 / MOST and not (zero and value == 0):
+        unit = next(unit for unit in ("s", "B/s") if unit in units)
+        raise ValueError(f"{what} must be {'0, or ' if zero else ''}at least {1 / MOST:g} {unit}, got {text!r}")
+    return value
 
 
 def show_bandwidth(bytes_per_s: float) -> str:

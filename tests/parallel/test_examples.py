@@ -165,6 +165,20 @@ def test_a_missing_data_set_is_looked_for_and_not_downloaded(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("example", "flag", "message"),
+    [
+        ("split_model.py", "--replicas=2", "--replicas must divide the number of workers, 1, got 2"),
+        ("synthetic_benchmark.py", "--model=NoSuch", "--model must be one of keras.applications, got 'NoSuch'"),
+    ],
+)
+def test_a_flag_that_cannot_be_used_is_a_usage_error(example, flag, message):
+    process = alone(EXAMPLES / example, flag, timeout=120)
+    assert process.returncode == 2
+    assert message in process.stderr
+    assert "Traceback" not in process.stderr
+
+
 @pytest.mark.skipif(keras.__version__ < "3", reason="for Keras 3")
 def test_workers_that_train_alone_are_found_out():
     """As they do with Horovod's own optimizer and Keras 3, the README's first warning."""

@@ -455,5 +455,33 @@ def test_a_page_without_marks_and_a_folder_without_results_are_usage_errors(resu
     assert "broken.json is not JSON" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("benchmark", [*report.BENCHMARKS, "", 5, ["codec"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"results": [{"a": 1}]},
+        {"results": [{**EXCHANGE[0], "spread": "much", "a": {}}, {"workers": []}]},
+        {"machine": 5},
+        {"machine": "fast"},
+        {"versions": [1]},
+        {"slices": 5},
+        {"slices": [5]},
+    ],
+)
+def test_a_file_that_is_none_of_ours_is_named(benchmark, more, results, capsys):
+    kept = results / "report.html"
+    kept.write_text("kept")
+    (results / "page.md").write_text("no marks")
+    (results / "stray.json").write_text(json.dumps({"results": [dict(EXCHANGE[0])], "benchmark": benchmark, **more}))
+    status = cli.main(["bench", "report", str(results), "--markdown", str(results / "page.md")])
+    out, err = capsys.readouterr()
+    if "no mark <!-- table" in err:
+        return  # a plain table can be made of it
+    assert (status, out, kept.read_text()) == (2, "", "kept")
+    (line,) = err.splitlines()
+    assert "stray.json must be as hvd8bit's commands write it by --json, and is not (" in line
+    assert "take it out of the folder" in line
+
+
 def test_every_data_type_has_a_colour():
     assert set(output.EIGHT_BIT) == set(DATA_TYPES) <= set(output.COLOURS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import subprocess
@@ -324,6 +325,13 @@ def test_bad_profile_is_a_usage_error(text, message, tmp_path, capsys):
         ([*RESNET, "--step-time", "0ms"], "a time must be above 0"),
         ([*RESNET, "--workers", "2,x"], "must be an integer of at least 1, got 'x'"),
         ([*RESNET, "--workers", "0"], "must be an integer of at least 1, got '0'"),
+        ([*RESNET, "--workers", "2," + "9" * 400], "argument --workers: must be at most 1,000,000,000,000, got '999"),
+        ([*RESNET, "--workers", "9" * 5000], "argument --workers: must be"),
+        ([*RESNET, "--samples", "9" * 400], "argument --samples: must be at most"),
+        ([*RESNET, "--bandwidth", "1e300Gbit/s"], "argument --bandwidth: a bandwidth must be at most 1 PB/s"),
+        ([*RESNET, "--bandwidth", "1e-300bit/s"], "argument --bandwidth: a bandwidth must be at least 1e-15 B/s"),
+        ([*RESNET, "--latency", "1e308s"], "argument --latency: a time must be at most 10^9 s"),
+        ([*RESNET, "--step-time", "1e308s"], "argument --step-time: a time must be at most 10^9 s"),
         ([*RESNET, "--workers-per-node", "2"], "within, the link inside a node, is needed"),
         (
             [*RESNET, "--workers", "6", "--workers-per-node", "4", "--within", "1GB/s"],
@@ -343,6 +351,18 @@ def test_bad_profile_is_a_usage_error(text, message, tmp_path, capsys):
 )
 def test_usage_errors_exit_with_2_and_say_why(argv, message, capsys):
     assert message in refused(argv, capsys)
+
+
+@pytest.mark.parametrize("scheme", ["data", "hybrid", "pipeline"])
+@pytest.mark.parametrize("bandwidth", ["1e15B/s", "1e-15B/s"])
+@pytest.mark.parametrize("time", ["1e9s", "1e-15s"])
+def test_the_bounds_of_all_arguments_together_are_predicted(scheme, bandwidth, time, capsys, tmp_path):
+    argv = ["predict", "--model", "vgg16", "--bandwidth", bandwidth, "--step-time", time, "--latency", time]
+    argv += ["--workers", "1,1000000000000", "--samples", "1000000000000", "--scheme", scheme]
+    if scheme == "pipeline":
+        argv += ["--stages", "1", "--micro-batches", "1000000000000"]
+    found = records(argv, tmp_path, capsys)
+    assert all(math.isfinite(record[key]) for record in found for key in ("step_s", "speedup", "exchange_s"))
 
 
 def test_help_names_units_and_models(capsys, monkeypatch):

@@ -102,3 +102,25 @@ def test_bandwidth_is_shown_in_bits_and_bytes(value, text):
 )
 def test_seconds_are_shown(value, text):
     assert units.show_seconds(value) == text
+
+
+@pytest.mark.parametrize("text", ["1e300Gbit/s", "2e15B/s", "1e308GB/s", "1e-300bit/s", "1e-16B/s", "1e-999B/s"])
+def test_a_bandwidth_beyond_all_bounds_is_an_error(text):
+    with pytest.raises(ValueError, match=r"a bandwidth must be (at (most|least)|above 0)") as raised:
+        units.bandwidth(text)
+    assert repr(text) in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["1e308s", "1e308min", "2e9s", "1e-300s", "1e-7ns"])
+@pytest.mark.parametrize("zero", [True, False])
+def test_a_time_beyond_all_bounds_is_an_error(text, zero):
+    with pytest.raises(ValueError, match=r"a time must be (0, or )?at (most|least)") as raised:
+        units.seconds(text, zero=zero)
+    assert repr(text) in str(raised.value)
+
+
+def test_the_bounds_themselves_are_allowed():
+    assert units.bandwidth("1e15B/s") == units.MOST
+    assert units.bandwidth("1e-15B/s") == 1 / units.MOST
+    assert units.seconds("1e9s") == units.LONGEST_S
+    assert units.seconds("0s", zero=True) == 0
