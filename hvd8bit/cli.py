@@ -27,7 +27,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hvd8bit", description="8-bit gradients for Horovod on TensorFlow")
+    parser = common.Parser(prog="hvd8bit", description="8-bit gradients for Horovod on TensorFlow")
     parser.add_argument("--version", action="version", version=f"hvd8bit {hvd8bit.__version__}")
     parser.set_defaults(on_workers=False)
     commands = parser.add_subparsers(title="commands", required=True, metavar="command")

@@ -55,10 +55,6 @@ def _elements(text: str) -> list[int]:
     return found
 
 
-def _block_size(text: str) -> int | None:
-    return None if text == "none" else common.count(text)
-
-
 def _add_rounds(parser: Any, rounds: int, seconds: float) -> None:
     parser.add_argument(
         "--rounds", type=common.count, default=rounds, metavar="N", help=f"at the most (default: {rounds})"
@@ -94,7 +90,7 @@ def _add_codec(benches: Any) -> None:
         metavar="T,T,…",
         help="(default: dynamic_tree)",
     )
-    parser.add_argument("--block-size", type=_block_size, default=1024, metavar="B", help="(default: 1024)")
+    parser.add_argument("--block-size", type=common.block_size, default=1024, metavar="B|none", help="(default: 1024)")
     parser.add_argument("--elements", type=common.count, metavar="N", help="one size (default: 65,536 and 25,000,000)")
     parser.add_argument(
         "--rounds", type=common.count, default=15, metavar="N", help="measurements of each (default: 15)"
@@ -106,12 +102,10 @@ def _add_codec(benches: Any) -> None:
 def _codec(args: argparse.Namespace) -> int:
     from hvd8bit import datatypes, tables
     from hvd8bit.bench import codec, output
-    from hvd8bit.encoding import Encoding
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     for name in args.data_types:
         common.checked(functools.partial(datatypes.data_type_id, name))
-    common.checked(lambda: Encoding(block_size=args.block_size))
     # 1 MB is about a core's second cache.
     placement = "in cache" if (args.elements or 0) <= 200_000 else "out of cache"
     sizes = {placement: args.elements} if args.elements else _CODEC_SIZES
@@ -160,7 +154,7 @@ def _add_exchange(benches: Any) -> None:
         metavar="C,C,…",
         help="of none, fp16, dynamic_tree, static_tree, mantissa, linear (default: all)",
     )
-    parser.add_argument("--block-size", type=_block_size, default=1024, metavar="B", help="(default: 1024)")
+    parser.add_argument("--block-size", type=common.block_size, default=1024, metavar="B|none", help="(default: 1024)")
     parser.add_argument(
         "--slices", type=common.counts, default=[], metavar="S,S,…", help="numbers of slices to try, too"
     )
@@ -182,12 +176,11 @@ def _exchange(args: argparse.Namespace) -> int:
     with _worker("exchange", args) as (rank, say):
         from hvd8bit import tables
         from hvd8bit.bench import exchange, output, timing
-        from hvd8bit.encoding import Encoding
 
         settings = common.checked(
             lambda: exchange.Settings(
                 compressions=args.compressions or exchange.COMPRESSIONS,
-                block_size=Encoding(block_size=args.block_size).block_size,
+                block_size=args.block_size,
                 rounds=args.rounds,
                 budget_s=args.budget,
                 rate_bit_per_s=timing.rate_bit_per_s(args.rate),

@@ -6,11 +6,20 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any, Callable, TypeVar
 
 _T = TypeVar("_T")
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose options take -5ms for a value, so that the option's own check can say what is wrong with it."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._negative_number_matcher = re.compile(r"-\.?[0-9]")
 
 
 class UsageError(Exception):
@@ -112,6 +121,20 @@ def count(text: str) -> int:
 
 def counts(text: str) -> list[int]:
     return [count(part) for part in text.split(",")]
+
+
+def block_size(text: str) -> int | None:
+    """Of an encoding: `none` is None."""
+    from hvd8bit.encoding import BLOCK_SIZE_STEP, MAX_BLOCK_SIZE, MIN_BLOCK_SIZE
+
+    if text == "none":
+        return None
+    value = int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
+    if value not in range(MIN_BLOCK_SIZE, MAX_BLOCK_SIZE + 1, BLOCK_SIZE_STEP):
+        raise argparse.ArgumentTypeError(
+            f"must be a multiple of {BLOCK_SIZE_STEP} in [{MIN_BLOCK_SIZE}, {MAX_BLOCK_SIZE}], or none, got {text!r}"
+        )
+    return value
 
 
 def bandwidth(text: str) -> float:

@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
         help="numbers per cell (default: 25,000,000 for the paper's table and 1,000,000, which is also the "
         "least, for the blocks)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the random numbers, 0 or more (default: 0)")
+    parser.add_argument("--seed", type=int, help="of the random numbers, 0 or more (default: 0)")
     common.add_outputs(parser, "the codebooks, and the relative error over the magnitude")
     parser.set_defaults(run=run)
 
@@ -35,6 +35,12 @@ def run(args: argparse.Namespace) -> int:
     from hvd8bit import plots, tables
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the op library may be used
+    for name in ("samples", "seed"):
+        if args.input is not None and getattr(args, name) is not None:
+            raise common.UsageError(
+                f"--{name} is of random numbers and does not go with --input; leave one of them out"
+            )
+    args.seed = args.seed or 0
     if args.seed < 0:
         raise common.UsageError(f"--seed must be 0 or more, got {args.seed}")
     show = tables.console(to_stderr=args.json == "-")

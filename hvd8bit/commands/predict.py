@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hvd8bit.speedup import Calibration, Cluster, Coding, Verdict, Workload
     from hvd8bit.speedup.predict import Scheme
 
+DEFAULT_WORKERS = [2, 4, 8, 16, 32, 64]
 DEFAULT_LATENCY_S = 30e-6
 DEFAULT_LATENCY_WITHIN_S = 5e-6
 
@@ -43,12 +44,11 @@ def add(commands: Any) -> None:
 
 def _add_cluster(group: Any) -> None:
     add = group.add_argument
-    sizes = [2, 4, 8, 16, 32, 64]
-    listed = ",".join(map(str, sizes))
-    add("--workers", type=common.counts, default=sizes, metavar="N,N,…", help=f"(default: {listed})")
+    listed = ",".join(map(str, DEFAULT_WORKERS))
+    add("--workers", type=common.counts, metavar="N,N,…", help=f"(default: {listed})")
     add("--bandwidth", type=common.bandwidth, metavar="RATE", help="of a node's link: 10Gbit/s, 1.25GB/s, …")
     add("--latency", type=common.seconds_or_zero, metavar="TIME", help="of a message there (default: 30us)")
-    add("--workers-per-node", type=common.count, default=1, metavar="W", help="share a link (default: 1)")
+    add("--workers-per-node", type=common.count, metavar="W", help="share a link (default: 1)")
     add("--within", type=common.bandwidth, metavar="RATE", help="of a worker's link inside its node")
     add("--within-latency", type=common.seconds_or_zero, metavar="TIME", help="there (default: 5us)")
     add("--hierarchical", action="store_true", help="exchange inside the nodes first, then between them")
@@ -61,9 +61,10 @@ def _add_cluster(group: Any) -> None:
     )
     add(
         "--block-size",
-        type=common.count,
-        metavar="B",
-        help="elements per scale (default: 1024)",
+        type=common.block_size,
+        default=argparse.SUPPRESS,  # None is a value
+        metavar="B|none",
+        help="elements per scale; none: one scale per chunk (default: 1024)",
     )
     add(
         "--profile",
@@ -77,29 +78,59 @@ def _add_training(group: Any) -> None:
     add = group.add_argument
     add("--step-time", type=common.seconds, metavar="TIME", help="of one worker's step alone: 180ms, …")
     add("--samples", type=common.count, metavar="N", help="of a worker in a step (default: the workload's)")
-    add("--scheme", choices=("data", "hybrid", "pipeline"), default="data", help="(default: data)")
+    add("--scheme", choices=("data", "hybrid", "pipeline"), help="(default: data)")
     add("--no-overlap", action="store_true", help="exchange gradients after the backward pass, not during it")
     add("--sub-batches", type=common.count, metavar="K", help="of the hybrid scheme (default: one per worker)")
     add("--stages", type=common.count, metavar="S", help="of the pipeline (default: one per worker)")
-    add("--micro-batches", type=common.count, default=8, metavar="M", help="of the pipeline (default: 8)")
+    add("--micro-batches", type=common.count, metavar="M", help="of the pipeline (default: 8)")
 
 
 def _coding(text: str) -> str | tuple[float, ...]:
     if text in ("cpu", "paper", "none"):
         return text
-    rates = tuple(map(common.seconds_or_zero, text.split(",")))
-    if len(rates) != 3:
+    try:
+        encode, reduce, decode = map(common.seconds_or_zero, text.split(","))
+    except (argparse.ArgumentTypeError, ValueError) as error:
+        why = f" ({error})" if isinstance(error, argparse.ArgumentTypeError) and "," in text else ""
         raise argparse.ArgumentTypeError(
-            f"must be cpu, paper, none or three times such as 0.5ns,0.2ns,0.25ns, got {text!r}"
-        )
-    return rates
+            f"must be cpu, paper, none or three times such as 0.5ns,0.2ns,0.25ns, got {text!r}{why}"
+        ) from error
+    return encode, reduce, decode
 
 
 def run(args: argparse.Namespace) -> int:
     from hvd8bit import tables
 
+    _refuse_what_would_be_ignored(args)
+    args.workers = args.workers or DEFAULT_WORKERS
+    args.workers_per_node = args.workers_per_node or 1
+    args.scheme = args.scheme or "data"
     show = tables.console(to_stderr=args.json == "-")
     return _paper(args, show) if args.paper else _cluster_of_workers(args, show)
+
+
+def _refuse_what_would_be_ignored(args: argparse.Namespace) -> None:
+    """Raises UsageError where an option is given that has no meaning beside the others."""
+    if args.paper:
+        if args.plot is not None:
+            raise common.UsageError("--plot goes with --model; of the paper's table there is no picture")
+        ours = ("paper", "model", "json", "plot", "run", "on_workers")
+        _refuse(args, [name for name in vars(args) if name not in ours], "--model: the paper's cluster is fixed")
+    if args.scheme != "hybrid":
+        _refuse(args, ["sub_batches"], "--scheme hybrid")
+    if args.scheme != "pipeline":
+        _refuse(args, ["stages", "micro_batches"], "--scheme pipeline")
+    else:
+        _refuse(args, ["no_overlap"], "--scheme data or hybrid")
+    if (args.workers_per_node or 1) == 1:
+        _refuse(args, ["within", "within_latency", "hierarchical"], "--workers-per-node 2 or more")
+
+
+def _refuse(args: argparse.Namespace, names: Sequence[str], without: str) -> None:
+    for name in names:
+        value = getattr(args, name)
+        if name == "block_size" or not (value is None or value is False):
+            raise common.UsageError(f"--{name.replace('_', '-')} goes with {without}; leave it out otherwise")
 
 
 # ---------------------------------------------------------------------------------------------- the paper
@@ -109,8 +140,6 @@ def _paper(args: argparse.Namespace, show: Any) -> int:
     from hvd8bit import tables
     from hvd8bit.speedup import paper
 
-    if args.plot:
-        raise common.UsageError("--plot goes with --model; of the paper's table there is no picture")
     rows = paper.rows()
     tables.paper_table(rows, show)
     if args.json:
@@ -158,6 +187,7 @@ def _cluster_of_workers(args: argparse.Namespace, show: Any) -> int:
 
 def _calibration(args: argparse.Namespace) -> Calibration | None:
     from hvd8bit.speedup import calibrate
+    from hvd8bit.speedup.calibrate import results_of
 
     if not args.profile:
         return None
@@ -165,12 +195,16 @@ def _calibration(args: argparse.Namespace) -> Calibration | None:
         raise common.UsageError("--coding and --profile exclude each other: a profile has coding rates")
     results = []
     for path in args.profile:
-        with open(path, encoding="utf-8") as text:
-            profile = json.load(text)
-        if not isinstance(profile, dict) or not isinstance(profile.get("results"), list):
-            raise ValueError(f"--profile must be JSON of hvd8bit bench, a list of results in it, got {path}")
-        results += profile["results"]
-    return calibrate({"results": results})
+        try:
+            with open(path, encoding="utf-8") as text:
+                profile = json.load(text)
+            results += results_of(profile)
+        except ValueError as error:
+            raise ValueError(f"--profile must be JSON of hvd8bit bench, got {path}: {error}") from error
+    try:
+        return calibrate({"results": results})
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ValueError(f"--profile {' '.join(args.profile)} cannot be used: {error}") from error
 
 
 def _workload(args: argparse.Namespace, calibration: Calibration | None) -> Workload:
@@ -198,11 +232,21 @@ def _cluster(args: argparse.Namespace, calibration: Calibration | None, workers:
         "within": Link(args.within, within_latency_s) if args.within else None,
         "hierarchical": args.hierarchical,
     }
+    if min(workers, args.workers_per_node) > 1 and args.within is None:
+        raise common.UsageError(
+            f"--within is needed, of a worker's link inside its node, with --workers-per-node {args.workers_per_node}: "
+            "--within 10GB/s, say"
+        )
     if calibration is not None:
+        if args.bandwidth is None and calibration.bandwidth_bytes_per_s is None:
+            raise common.UsageError(
+                "--bandwidth is needed, of a node's link: --bandwidth 10Gbit/s, say; the profile was measured on links "
+                "of known rates, and the model predicts for any"
+            )
         untold = args.latency is None and calibration.latency_s(32) is None
         latency_s = DEFAULT_LATENCY_S if untold else args.latency
         cluster = calibration.cluster(workers, args.bandwidth, latency_s=latency_s, **nodes)
-        return dataclasses.replace(cluster, coding=_in_blocks(cluster.coding, args.block_size))
+        return dataclasses.replace(cluster, coding=_in_blocks(cluster.coding, args))
     between = None
     if args.bandwidth is not None:
         between = Link(args.bandwidth, DEFAULT_LATENCY_S if args.latency is None else args.latency)
@@ -216,11 +260,11 @@ def _coding_of(args: argparse.Namespace) -> Coding:
 
     named = {None: CPU_CODING, "cpu": CPU_CODING, "paper": PAPER_CODING, "none": Coding()}
     coding = Coding(*args.coding) if isinstance(args.coding, tuple) else named[args.coding]
-    return _in_blocks(coding, args.block_size)
+    return _in_blocks(coding, args)
 
 
-def _in_blocks(coding: Coding, block_size: int | None) -> Coding:
-    return coding if block_size is None else dataclasses.replace(coding, block_size=block_size)
+def _in_blocks(coding: Coding, args: argparse.Namespace) -> Coding:
+    return dataclasses.replace(coding, block_size=args.block_size) if "block_size" in args else coding
 
 
 def _scheme(args: argparse.Namespace) -> Scheme:
@@ -229,7 +273,7 @@ def _scheme(args: argparse.Namespace) -> Scheme:
     if args.scheme == "hybrid":
         return Hybrid(args.sub_batches, overlap=not args.no_overlap)
     if args.scheme == "pipeline":
-        return Pipeline(args.stages, args.micro_batches)
+        return Pipeline(args.stages, args.micro_batches or Pipeline.micro_batches)
     return DataParallel(overlap=not args.no_overlap)
 
 

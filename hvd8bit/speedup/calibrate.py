@@ -231,13 +231,21 @@ def calibrate(profile: Mapping[str, Any], *, data_type: str | None = None) -> Ca
     return dataclasses.replace(calibration, residuals=tuple(residuals))
 
 
+def results_of(profile: Any) -> list[dict[str, Any]]:
+    """A profile's records, whatever is in them. Raises ValueError where it has none."""
+    results = profile.get("results") if isinstance(profile, Mapping) else None
+    if not isinstance(results, list) or not all(isinstance(record, Mapping) for record in results):
+        raise ValueError("profile must have a list of records under results, as hvd8bit bench exchange writes it")
+    return results
+
+
 def _records(profile: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The records of exchanges between several workers, checked."""
-    results = profile.get("results") if isinstance(profile, Mapping) else None
-    if not isinstance(results, list):
-        raise ValueError("profile must have a list of records under results, as hvd8bit bench exchange writes it")
     records = []
-    for number, record in enumerate(results):
+    for number, record in enumerate(results_of(profile)):
+        step_s = record.get("step_compute_s")
+        if step_s is not None and not _is_above_zero(step_s):
+            raise ValueError(f"step_compute_s of record {number} of the profile must be above 0, got {step_s!r}")
         if "median_s" not in record and "step_compute_s" in record:
             continue  # a step, no exchange
         missing = [key for key in _NEEDED if key not in record]
@@ -249,7 +257,7 @@ def _records(profile: Mapping[str, Any]) -> list[dict[str, Any]]:
             value = record[key]
             if key == "rate_bit_per_s" and value is None:
                 continue
-            if not isinstance(value, (int, float)) or not value > 0:
+            if not _is_above_zero(value):
                 raise ValueError(f"{key} of record {number} of the profile must be above 0, got {value!r}")
         # The model knows two rounds; small sums take one, by an allgather.
         if record["workers"] > 1 and not _sent_float32(record) and record.get("exchange") != ALLGATHER:
@@ -259,6 +267,10 @@ def _records(profile: Mapping[str, Any]) -> list[dict[str, Any]]:
             "profile must have a record of an exchange between at least 2 workers, got none; run hvd8bit bench exchange"
         )
     return records
+
+
+def _is_above_zero(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < math.inf
 
 
 def _sent_float32(record: Mapping[str, Any]) -> bool:

@@ -132,7 +132,9 @@ def load(name_or_path: str) -> Workload:
         path = _BUNDLED / f"{name}.yaml"
     elif path.suffix not in (".yaml", ".yml"):
         raise ValueError(
-            f"model must be one of {', '.join(bundled())}, or a .yaml file of layers, got {name_or_path!r}"
+            f"model must be one of {', '.join(bundled())}, or a .yaml file of layers, got {name_or_path!r}; hvd8bit "
+            "predict also takes keras:NAME with a NAME of keras.applications, such as keras:MobileNetV2, and a saved "
+            "Keras model: a .keras or .h5 file, or a folder"
         )
     content = read_yaml(path)
     try:

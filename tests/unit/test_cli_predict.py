@@ -197,6 +197,7 @@ def test_scheme_options_reach_the_model(bits, capsys, tmp_path):
     assert step("--workers-per-node", "2", "--within", "10GB/s", "--hierarchical") < flat
     if bits == 8:
         assert step("--coding", "none") < step("--coding", "paper")
+        assert step("--block-size", "none", "--coding", "none") < step("--block-size", "64", "--coding", "none")
         assert step("--coding", "0ns,0ns,0ns") == step("--coding", "none")
         assert step("--block-size", "64", "--coding", "none") > step("--block-size", "4096", "--coding", "none")
 
@@ -296,12 +297,35 @@ def test_extrapolation_is_said(profile, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{}", "JSON of hvd8bit bench, a list of results in it"), ("no", "Expecting value")]
+    ("content", "message"),
+    [
+        (b"", "Expecting value"),
+        (b"no", "Expecting value"),
+        (b"\xff{}", "'utf-8' codec can't decode"),
+        (b"{}", "profile must have a list of records under results"),
+        (b'{"results": [1, 2]}', "profile must have a list of records under results"),
+        (
+            b'{"results": [{"step_compute_s": "a"}]}',
+            "step_compute_s of record 0 of the profile must be above 0, got 'a'",
+        ),
+        (b'{"results": [{"workers": 2}]}', "record 0 of the profile lacks elements"),
+        (b'{"results": []}', "got none; run hvd8bit bench exchange"),
+    ],
 )
-def test_bad_profile_is_a_usage_error(text, message, tmp_path, capsys):
+def test_bad_profile_is_a_usage_error(content, message, profile, tmp_path, capsys):
     path = tmp_path / "p.json"
-    path.write_text(text)
-    assert message in refused([*RESNET, "--profile", str(path)], capsys)
+    path.write_bytes(content)
+    (line,) = refused([*RESNET, "--profile", str(path)], capsys).splitlines()
+    assert message in line
+    assert line.startswith("hvd8bit: --profile ")
+    assert str(path) in line
+    if b"results" not in content:
+        assert str(path) in refused([*RESNET, "--profile", profile, str(path)], capsys)
+
+
+def test_a_profile_needs_a_bandwidth(profile, capsys):
+    argv = ["predict", "--model", "vgg16", "--step-time", "300ms", "--profile", profile]
+    assert "--bandwidth is needed, of a node's link: --bandwidth 10Gbit/s, say" in refused(argv, capsys)
 
 
 # ------------------------------------------------------------------------------------------ usage
@@ -332,14 +356,35 @@ def test_bad_profile_is_a_usage_error(text, message, tmp_path, capsys):
         ([*RESNET, "--bandwidth", "1e-300bit/s"], "argument --bandwidth: a bandwidth must be at least 1e-15 B/s"),
         ([*RESNET, "--latency", "1e308s"], "argument --latency: a time must be at most 10^9 s"),
         ([*RESNET, "--step-time", "1e308s"], "argument --step-time: a time must be at most 10^9 s"),
-        ([*RESNET, "--workers-per-node", "2"], "within, the link inside a node, is needed"),
+        ([*RESNET, "--workers-per-node", "2"], "--within is needed, of a worker's link inside its node"),
         (
             [*RESNET, "--workers", "6", "--workers-per-node", "4", "--within", "1GB/s"],
             "workers must fill whole nodes",
         ),
-        ([*RESNET, "--coding", "fast"], "a time must be"),
+        (
+            [*RESNET, "--coding", "fast"],
+            "must be cpu, paper, none or three times such as 0.5ns,0.2ns,0.25ns, got 'fast'",
+        ),
+        ([*RESNET, "--coding", "1ns,1ns,x"], "got '1ns,1ns,x' (a time must be a number and a unit"),
+        ([*RESNET, "--bandwidth", "-1Gbit/s"], "argument --bandwidth: a bandwidth must be above 0, got '-1Gbit/s'"),
+        ([*RESNET, "--step-time", "-5ms"], "argument --step-time: a time must be above 0, got '-5ms'"),
+        ([*RESNET, "--latency", "-.5us"], "argument --latency: a time must be 0 or above 0, got '-.5us'"),
+        (["predict", "--model", "MobileNetV2", *RESNET[3:]], "also takes keras:NAME"),
+        (["predict", "--paper", "--workers", "3"], "--workers goes with --model"),
+        (["predict", "--paper", "--bandwidth", "1Gbit/s"], "--bandwidth goes with --model"),
+        (["predict", "--paper", "--latency", "0s"], "--latency goes with --model"),
+        (["predict", "--paper", "--block-size", "none"], "--block-size goes with --model"),
+        (["predict", "--paper", "--scheme", "data"], "--scheme goes with --model"),
+        ([*RESNET, "--stages", "2"], "--stages goes with --scheme pipeline"),
+        ([*RESNET, "--micro-batches", "8", "--scheme", "hybrid"], "--micro-batches goes with --scheme pipeline"),
+        ([*RESNET, "--sub-batches", "2"], "--sub-batches goes with --scheme hybrid"),
+        ([*RESNET, "--no-overlap", "--scheme", "pipeline"], "--no-overlap goes with --scheme data or hybrid"),
+        ([*RESNET, "--within", "1GB/s"], "--within goes with --workers-per-node 2 or more"),
+        ([*RESNET, "--within-latency", "0s"], "--within-latency goes with --workers-per-node 2 or more"),
+        ([*RESNET, "--hierarchical"], "--hierarchical goes with --workers-per-node 2 or more"),
         ([*RESNET, "--coding", "1ns,1ns"], "three times such as 0.5ns,0.2ns,0.25ns, got '1ns,1ns'"),
-        ([*RESNET, "--block-size", "100"], "block_size must be a multiple of 64"),
+        ([*RESNET, "--block-size", "100"], "must be a multiple of 64 in [64, 65536], or none, got '100'"),
+        ([*RESNET, "--block-size", "None"], "must be a multiple of 64 in [64, 65536], or none, got 'None'"),
         ([*RESNET, "--scheme", "pipeline", "--stages", "3"], "stages must divide the 2 workers"),
         ([*RESNET, "--profile", "missing.json"], "missing.json"),
         ([*RESNET, "--profile", "x", "--coding", "none"], "--coding and --profile exclude each other"),

@@ -372,3 +372,10 @@ def test_bad_arguments_are_usage_errors(argv, capsys):
 def test_negative_seed_is_a_usage_error(capsys):
     assert cli.main(["errors", "--seed", "-1"]) == 2
     assert "--seed must be 0 or more, got -1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "value"), [("--samples", "1000"), ("--seed", "0")])
+def test_options_of_random_numbers_do_not_go_with_a_file(option, value, tmp_path, capsys):
+    np.save(tmp_path / "x.npy", np.ones(8, np.float32))
+    assert cli.main(["errors", "--input", str(tmp_path / "x.npy"), option, value]) == 2
+    assert f"{option} is of random numbers and does not go with --input" in capsys.readouterr().err
