@@ -278,6 +278,25 @@ def process_set_of(ranks: Sequence[int]):
       ValueError: there is none, and Horovod was not told that there will be; the message says what to do.
     """
     import horovod.tensorflow as hvd
+
+    ranks = sorted(ranks)
+    found = known_process_set(ranks)
+    if found is not None:
+        return found
+    try:
+        return hvd.add_process_set(ranks)
+    except ValueError as error:
+        if "HOROVOD_DYNAMIC_PROCESS_SETS" not in str(error):
+            raise
+        raise ValueError(
+            f"a process set of ranks {ranks} is needed, and Horovod was started without: call "
+            'hvd.init(process_sets="dynamic"), or set HOROVOD_DYNAMIC_PROCESS_SETS=1 for all workers'
+        ) from error
+
+
+def known_process_set(ranks: Sequence[int]):
+    """The Horovod process set of these workers as it is now, or None."""
+    import horovod.tensorflow as hvd
     from horovod.common import process_sets
 
     ranks = sorted(ranks)
@@ -289,15 +308,7 @@ def process_set_of(ranks: Sequence[int]):
             found = hvd.ProcessSet(ranks)
             found.process_set_id = known_id
             return found
-    try:
-        return hvd.add_process_set(ranks)
-    except ValueError as error:
-        if "HOROVOD_DYNAMIC_PROCESS_SETS" not in str(error):
-            raise
-        raise ValueError(
-            f"a process set of ranks {ranks} is needed, and Horovod was started without: call "
-            'hvd.init(process_sets="dynamic"), or set HOROVOD_DYNAMIC_PROCESS_SETS=1 for all workers'
-        ) from error
+    return None
 
 
 def running_workers() -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from hvd8bit.collectives import HorovodComm
+from hvd8bit.collectives import HorovodComm, known_process_set
 from hvd8bit.compression import EightBit, EightBitCompressor
 from hvd8bit.parallel import primitives
 from hvd8bit.parallel.boundary import check_activation_compression, comm_of
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from tensorflow.keras.layers import Layer as _KerasLayer
 else:
     _KerasLayer = object
-
-_known_process_sets: dict[tuple[int, ...], object] = {}
-"""By ranks, those that layers were given: a configuration can name ranks only."""
 
 
 class ParallelLayer(_KerasLayer):
@@ -281,17 +278,13 @@ def process_set_of(process_set, compressions: dict):
     its compressions; None: all workers.
     """
     if isinstance(process_set, (list, tuple)):
-        ranks = tuple(process_set)
-        if ranks not in _known_process_sets:
+        known = known_process_set(process_set)
+        if known is None:
             raise ValueError(
-                f"process_set of ranks {list(ranks)} is not known in this process; make it with hvd.add_process_set, "
-                "and give it to a layer, or to hvd8bit.parallel.split, before"
+                f"process_set must be known to Horovod, got that of ranks {list(process_set)} from a layer's "
+                "configuration; make it with hvd.add_process_set before"
             )
-        return _known_process_sets[ranks]
+        process_set = known
     given = [process_set, *(one.process_set for one in compressions.values() if one is not None)]
     process_set = next((one for one in given if one is not None), None)
-    if getattr(process_set, "process_set_id", None) == 0:
-        return None
-    if process_set is not None and getattr(process_set, "ranks", None) and not callable(process_set.ranks):
-        _known_process_sets[tuple(process_set.ranks)] = process_set
-    return process_set
+    return None if getattr(process_set, "process_set_id", None) == 0 else process_set
