@@ -238,7 +238,8 @@ class JointModel(keras.Model):
 
 
 class CheckSteps(keras.callbacks.Callback):
-    """Compares, before the first step, how many steps the workers are about to make."""
+    """Compares what the workers do next, and for how many steps: before the first one, and wherever `fit` goes on to
+    something else, to another epoch or to validation."""
 
     def __init__(self, comm, place: str):
         super().__init__()
@@ -248,25 +249,31 @@ class CheckSteps(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         self._training = True
-        self._compare("fit", f"{self.params.get('epochs')} epochs of {self.params.get('steps')} steps")
+        self._compare(f"fit: {self.params.get('epochs')} epochs of {self.params.get('steps')} steps")
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._compare(f"fit: epoch {epoch + 1}")
 
     def on_train_end(self, logs=None):
         self._training = False
+        self._compare("the end of fit")
 
     def on_test_begin(self, logs=None):
-        if not self._training:
-            self._compare("evaluate", f"{self.params.get('steps')} steps")
+        if self._training:
+            # Keras calls with the params of fit.
+            batches = getattr(getattr(self.model, "_eval_epoch_iterator", None), "num_batches", None)
+            self._compare(f"fit: validation of {batches} steps")
+        else:
+            self._compare(f"evaluate: {self.params.get('steps')} steps")
 
     def on_predict_begin(self, logs=None):
-        self._compare("predict", f"{self.params.get('steps')} steps")
+        self._compare(f"predict: {self.params.get('steps')} steps")
 
-    def _compare(self, method: str, steps: str) -> None:
-        mine = json.dumps([f"{method}: {steps}", self._place])
-        texts = [json.loads(text) for text in self._comm.gather_text(mine, "hvd8bit_steps")]
+    def _compare(self, what: str) -> None:
+        texts = [json.loads(text) for text in self._comm.gather_text(json.dumps([what, self._place]), "hvd8bit_steps")]
         for other, place in texts:
             if other != texts[0][0]:
                 raise ValueError(
                     f"workers must call the same method for as many steps, got {texts[0][0]} on {texts[0][1]} and "
-                    f"{other} on "
-                    f"{place}; give all of them as many batches"
+                    f"{other} on {place}; give all of them as many batches, and the same arguments for validation"
                 )

@@ -335,6 +335,25 @@ def test_different_numbers_of_steps_are_an_error_before_the_first_one(hvd):
 
 
 @pytest.mark.parametrize(
+    ("first", "others", "message"),
+    [
+        ({"rows": 4}, {"rows": 8}, r"validation of 1 steps on rank 0.*validation of 2 steps on rank 1"),
+        ({"freq": 1}, {"freq": 2}, r"validation of 1 steps on rank 0.*epoch 2 on rank 1"),
+        ({"freq": 3}, {"freq": 2}, r"the end of fit on rank 0.*validation of 1 steps on rank 1"),
+    ],
+    ids=["more_steps", "more_often", "at_the_end"],
+)
+def test_different_validation_is_an_error(hvd, first, others, message):
+    if hvd.size() == 1:
+        pytest.skip("one worker has nobody to differ from")
+    model = make()
+    mine = first if hvd.rank() == 0 else others
+    validation = {"validation_data": make_data(mine.get("rows", 4)), "validation_freq": mine.get("freq", 1)}
+    with pytest.raises(ValueError, match=f"as many steps.*{message}"):
+        model.fit(*make_data(12), batch_size=4, epochs=2, verbose=0, **validation)
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"sub_batches": 0}, "sub_batches must be an integer of at least 1"),

@@ -374,6 +374,23 @@ def test_different_numbers_of_steps_are_an_error_before_the_first_one(hvd):
         fitted(dense(hvd.size()), np.ones((rows, 4), "float32"), np.ones((rows, 4), "float32"))
 
 
+@pytest.mark.parametrize(
+    ("first", "others", "message"),
+    [
+        ({"rows": 4}, {"rows": 8}, r"validation of 1 steps.*validation of 2 steps"),
+        ({"freq": 1}, {"freq": 2}, r"validation of 1 steps.*epoch 2"),
+        ({"freq": 3}, {"freq": 2}, r"the end of fit.*validation of 1 steps"),
+    ],
+    ids=["more_steps", "more_often", "at_the_end"],
+)
+def test_different_validation_is_an_error(hvd, first, others, message):
+    split, _ = make_pair(hvd)
+    mine = first if hvd.rank() == 0 else others
+    validation = {"validation_data": make_data(mine.get("rows", 4)), "validation_freq": mine.get("freq", 1)}
+    with pytest.raises(ValueError, match=f"as many steps.*{message}"):
+        split.fit(*make_data(12), batch_size=4, epochs=2, verbose=0, **validation)
+
+
 def test_different_settings_are_an_error(hvd):
     with pytest.raises(ValueError, match=r"workers differ in the settings .*rank 1 has 3 micro-batches"):
         fitted(dense(hvd.size()), micro_batches=3 if hvd.rank() == 1 else 2)
