@@ -34,6 +34,18 @@ __all__ = [
 ]
 
 
+def checked_process_set(process_set):
+    """The process set as it is, or None. Raises TypeError for anything else."""
+    from horovod.common.process_sets import ProcessSet
+
+    if process_set is not None and not isinstance(process_set, ProcessSet):
+        raise TypeError(
+            f"process_set must be a horovod.tensorflow.ProcessSet or None, got {process_set!r} of type "
+            f"{type(process_set).__name__}; hvd.add_process_set(ranks) makes one"
+        )
+    return process_set
+
+
 class HorovodComm:
     """The workers of a Horovod process set.
 
@@ -48,7 +60,7 @@ class HorovodComm:
 
         self._hvd = hvd
         self._ignore_name_scope = ignore_name_scope
-        self.process_set = hvd.global_process_set if process_set is None else process_set
+        self.process_set = hvd.global_process_set if process_set is None else checked_process_set(process_set)
 
     def __eq__(self, other):
         return isinstance(other, HorovodComm) and other._key() == self._key()

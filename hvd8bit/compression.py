@@ -89,7 +89,7 @@ class EightBitCompressor(Compressor):
         if min_elements is not None:
             self.select = Selection(min_elements=min_elements)
         self.feedback = feedback_of(error_feedback)
-        self.process_set = process_set
+        self.process_set = collectives.checked_process_set(process_set)
 
     def __call__(self, **changes) -> EightBitCompressor:
         """A copy with other settings."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Callable, Union
 
 from hvd8bit.encoding import Encoding
@@ -13,6 +13,7 @@ from hvd8bit.modes import SCATTER_REDUCE, pays
 
 ENCODABLE = ("float32", "float64", "float16", "bfloat16")
 SPARSE = ("exact", "compress")
+_EXAMPLE = """{"*embed*": {"data_type": "linear"}}"""
 _ENCODING_FIELDS = tuple(field.name for field in dataclasses.fields(Encoding))
 
 Rule = Union[str, Callable[[Any], bool]]
@@ -151,7 +152,13 @@ def _check_count(argument: str, value, about_zero: str) -> None:
 
 
 def _rules(argument: str, value) -> tuple[Rule, ...]:
-    rules = (value,) if isinstance(value, str) or callable(value) else tuple(value)
+    rules = (value,) if isinstance(value, str) or callable(value) else value
+    if not isinstance(rules, Iterable):
+        raise TypeError(
+            f"{argument} must be a pattern of names, a function of a variable, or a list of these, got {value!r}; "
+            "leave it out for no rule"
+        )
+    rules = tuple(rules)
     for rule in rules:
         if not isinstance(rule, str) and not callable(rule):
             raise TypeError(f"{argument} must be patterns of names or functions of a variable, got {rule!r}")
@@ -159,13 +166,24 @@ def _rules(argument: str, value) -> tuple[Rule, ...]:
 
 
 def _changes(value) -> tuple[tuple[Rule, tuple[tuple[str, Any], ...] | None], ...]:
-    pairs = value.items() if isinstance(value, Mapping) else value
+    try:
+        pairs = [(rule, changes) for rule, changes in (value.items() if isinstance(value, Mapping) else value)]
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"per_variable must be a mapping of rules to settings, {_EXAMPLE}, got {value!r}; leave it out for no rule"
+        ) from None
     checked = []
     for rule, changes in pairs:
         (rule,) = _rules("per_variable", [rule])
         if changes is not None:
-            changes = dict(changes)
-            unknown = sorted(set(changes) - set(_ENCODING_FIELDS))
+            try:
+                changes = dict(changes)
+            except (TypeError, ValueError):
+                raise TypeError(
+                    f"per_variable[{_shown(rule)}] must be a mapping of settings to values, as in {_EXAMPLE}, or None, "
+                    f"got {changes!r}"
+                ) from None
+            unknown = sorted(map(str, set(changes) - set(_ENCODING_FIELDS)))
             if unknown:
                 raise ValueError(
                     f"per_variable[{_shown(rule)}] must be settings of {', '.join(_ENCODING_FIELDS)}, or None, "

@@ -39,10 +39,9 @@ def one_forward_one_backward(stages: int, stage: int, micro_batches: int, ahead:
     """
     if not 0 <= stage < stages:
         raise ValueError(f"stage must be in [0, {stages}), got {stage}")
-    if micro_batches < 1 or ahead < 0:
-        raise ValueError(
-            f"micro_batches must be at least 1 and ahead at least 0, got micro_batches={micro_batches}, ahead={ahead}"
-        )
+    for argument, value, least in (("micro_batches", micro_batches, 1), ("ahead", ahead, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{argument} must be an integer of at least {least}, got {value!r}")
     first = most_in_flight(stages, stage, micro_batches, ahead) - 1
     actions = [Action(False, number) for number in range(first)]
     for number in range(micro_batches):

@@ -5,16 +5,24 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import types
 import weakref
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from horovod.common.process_sets import ProcessSet
 from horovod.tensorflow.compression import Compressor
 
-from hvd8bit import EightBit, Selection, compression
+import hvd8bit
+from hvd8bit import EightBit, Selection, collectives, compression
 from hvd8bit.encoding import Encoding
+
+
+def process_set(number: int) -> ProcessSet:
+    """One as Horovod has it once it knows it under a number."""
+    made = ProcessSet([0])
+    made.process_set_id = number
+    return made
 
 
 def test_defaults():
@@ -58,7 +66,7 @@ VARIANTS = {
     "start_step": {"select": Selection(start_step=5)},
     "sparse": {"select": Selection(sparse="compress")},
     "min_elements": {"min_elements": 0},
-    "process set": {"process_set": types.SimpleNamespace(process_set_id=1)},
+    "process set": {"process_set": process_set(1)},
 }
 
 
@@ -81,7 +89,7 @@ def test_it_equals_no_other_thing():
     assert EightBit != "EightBit"
     assert EightBit is not None
     assert EightBit == EightBit()
-    assert EightBit(process_set=types.SimpleNamespace(process_set_id=0)) == EightBit  # the global one
+    assert EightBit(process_set=process_set(0)) == EightBit  # the global one
 
 
 def test_equal_settings_given_in_other_types_are_equal():
@@ -100,7 +108,7 @@ def test_repr_shows_the_settings():
         "EightBit(data_type='linear', block_size=512, scaling='absmax', rounding='nearest', "
         "exchange='auto', min_elements=7)"
     )
-    assert "process_set" in repr(EightBit(process_set=types.SimpleNamespace(process_set_id=3)))
+    assert "process_set" in repr(EightBit(process_set=process_set(3)))
     assert eval(repr(EightBit(scaling=10.0))) == EightBit(scaling=10.0)
     assert "seed" not in repr(EightBit)
     assert eval(repr(EightBit(rounding="stochastic", seed=3))).encoding.seed == 3
@@ -214,3 +222,14 @@ def test_what_is_no_compressor_is_refused_where_it_is_given(wrong):
     for call in calls:
         with pytest.raises(TypeError, match=r"compression must be hvd8bit\.EightBit"):
             call()
+
+
+@pytest.mark.parametrize("wrong", [[0], 0, "all", collectives.LoopbackComm])
+def test_what_is_no_process_set_is_refused_at_once(wrong):
+    for use in (
+        lambda: EightBit(process_set=wrong),
+        lambda: collectives.HorovodComm(wrong),
+        lambda: hvd8bit.allreduce(tf.zeros([2000]), process_set=wrong),
+    ):
+        with pytest.raises(TypeError, match=r"process_set must be a horovod.tensorflow.ProcessSet or None, got "):
+            use()

@@ -101,8 +101,12 @@ def test_one_forward_one_backward_as_it_is_drawn():
     ("arguments", "message"),
     [
         ((2, 2, 4), r"stage must be in \[0, 2\), got 2"),
-        ((2, 0, 0), "micro_batches must be at least 1"),
-        ((2, 0, 1, -1), "-1"),
+        ((2, 0, 0), "micro_batches must be an integer of at least 1, got 0"),
+        ((2, 0, 2.5), "micro_batches must be an integer of at least 1, got 2.5"),
+        ((2, 0, "4"), "micro_batches must be an integer of at least 1, got '4'"),
+        ((2, 0, True), "micro_batches must be an integer of at least 1, got True"),
+        ((2, 0, 1, -1), "ahead must be an integer of at least 0, got -1"),
+        ((2, 0, 1, 0.5), "ahead must be an integer of at least 0, got 0.5"),
     ],
 )
 def test_wrong_arguments(arguments, message):

@@ -237,7 +237,7 @@ def test_what_only_wrappers_can_keep():
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"exclude": 3}, TypeError, "not iterable"),
+        ({"exclude": 3}, TypeError, "exclude must be a pattern of names"),
         ({"exclude": [3]}, TypeError, "exclude must be patterns of names or functions of a variable, got 3"),
         ({"include": [None]}, TypeError, "include must be patterns"),
         ({"start_step": -1}, ValueError, "start_step must be at least 0, got -1"),
@@ -252,3 +252,26 @@ def test_what_only_wrappers_can_keep():
 def test_rules_that_are_none(settings, error, message):
     with pytest.raises(error, match=message):
         Selection(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"exclude": 5}, "exclude must be a pattern of names, a function of a variable, or a list of these, got 5"),
+        ({"exclude": None}, "exclude must be a pattern of names, .* got None; leave it out"),
+        ({"include": 5}, "include must be a pattern of names, .* got 5"),
+        ({"per_variable": 5}, "per_variable must be a mapping of rules to settings, .* got 5"),
+        ({"per_variable": None}, "per_variable must be a mapping of rules to settings, .* got None"),
+        ({"per_variable": ["ab", "c"]}, "per_variable must be a mapping of rules to settings"),
+        ({"per_variable": {"a": 5}}, "per_variable\\['a'\\] must be a mapping of settings to values, .* got 5"),
+        ({"per_variable": {"*embed*": "linear"}}, "per_variable\\['\\*embed\\*'\\] must be .* got 'linear'"),
+    ],
+)
+def test_what_is_no_rule_is_named(settings, message):
+    with pytest.raises(TypeError, match=message):
+        Selection(**settings)
+
+
+def test_settings_without_names_are_named():
+    with pytest.raises(ValueError, match="got 5"):
+        Selection(per_variable={"a": {5: 1}})
