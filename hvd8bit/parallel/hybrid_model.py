@@ -160,7 +160,9 @@ class HybridModel(keras_step.JointModel):
         """
         self._hvd8bit.mean_loss = keras_step.check_losses(loss)
         super().compile(optimizer, loss, **keras_step.checked_compile_arguments("HybridModel", arguments))
-        keras_step.check_optimizer("HybridModel", self.optimizer, split=self._hvd8bit.comm.size() > 1)
+        keras_step.check_optimizer(
+            "HybridModel", self.optimizer, split=self._hvd8bit.comm.size() > 1, cuts_weights=True
+        )
         self.upper_optimizer = None
         if self._hvd8bit.update == "sub_batch":
             self.upper_optimizer = type(self.optimizer).from_config(self.optimizer.get_config())

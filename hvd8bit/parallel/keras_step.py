@@ -53,7 +53,7 @@ def check_losses(loss) -> bool:
     )
 
 
-def check_optimizer(model: str, optimizer, *, split: bool) -> None:
+def check_optimizer(model: str, optimizer, *, split: bool, cuts_weights: bool) -> None:
     """Raises ValueError for an optimizer that would need to know of the other workers."""
     if is_distributed(optimizer):
         raise ValueError(
@@ -66,11 +66,17 @@ def check_optimizer(model: str, optimizer, *, split: bool) -> None:
             "mixed_bfloat16 "
             "instead of mixed_float16, or auto_scale_loss=False"
         )
+    # A HybridModel's worker has parts of weights, a SplitModel's whole ones.
+    remedy = "clipvalue (each number by itself)" if cuts_weights else "clipnorm (each weight by itself)"
+    if split and cuts_weights and getattr(optimizer, "clipnorm", None):
+        raise ValueError(
+            f"clipnorm must be None in a {model}, got {optimizer.clipnorm}: of a split weight a worker knows the norm "
+            f"of its own part's gradient alone; use {remedy}"
+        )
     if split and getattr(optimizer, "global_clipnorm", None):
         raise ValueError(
             f"global_clipnorm must be None in a {model}, got {optimizer.global_clipnorm}: a worker knows the norm of "
-            "its own "
-            "weights' gradients alone; use clipnorm (each weight by itself)"
+            f"its own weights' gradients alone; use {remedy}"
         )
 
 

@@ -199,7 +199,9 @@ class SplitModel(keras_step.JointModel):
         """
         self._hvd8bit.mean_loss = keras_step.check_losses(loss)
         super().compile(optimizer, loss, **keras_step.checked_compile_arguments("SplitModel", arguments))
-        keras_step.check_optimizer("SplitModel", self.optimizer, split=self._hvd8bit.place.stages > 1)
+        keras_step.check_optimizer(
+            "SplitModel", self.optimizer, split=self._hvd8bit.place.stages > 1, cuts_weights=False
+        )
         # What an earlier optimizer, loss and metrics have left.
         self._step_in_graph.clear()
         self._hvd8bit.metric_names = None

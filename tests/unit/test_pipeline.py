@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import keras
 import pytest
 import tensorflow as tf
@@ -115,3 +117,30 @@ def test_gradients_add_up_sparse_ones_too():
     twice = pipeline.add(sparse, sparse)
     assert isinstance(twice, tf.IndexedSlices)
     assert tf.convert_to_tensor(twice).numpy().tolist() == [[0.0], [10.0]]
+
+
+@pytest.mark.parametrize(
+    ("model", "cuts_weights", "clip", "message"),
+    [
+        ("HybridModel", True, {"clipnorm": 1.0}, "clipnorm must be None in a HybridModel, got 1.0: .* use clipvalue"),
+        (
+            "HybridModel",
+            True,
+            {"global_clipnorm": 1.0},
+            "global_clipnorm must be None in a Hybrid.* use clipvalue",
+        ),
+        ("HybridModel", True, {"clipvalue": 1.0}, None),
+        (
+            "SplitModel",
+            False,
+            {"global_clipnorm": 1.0},
+            "global_clipnorm must be None in a Split.* use clipnorm",
+        ),
+        ("SplitModel", False, {"clipnorm": 1.0}, None),
+    ],
+)
+def test_clipping_that_is_advised_is_right(model, cuts_weights, clip, message):
+    optimizer = keras.optimizers.SGD(**clip)
+    keras_step.check_optimizer(model, optimizer, split=False, cuts_weights=cuts_weights)
+    with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        keras_step.check_optimizer(model, optimizer, split=True, cuts_weights=cuts_weights)
