@@ -32,7 +32,8 @@ def summary(model_or_variables, compression=EightBit, workers: int | None = None
       headers included.
 
     Raises:
-      TypeError: `compression` is no compressor, or something given is no variable. ValueError: workers is below 2.
+      TypeError: `compression` is no compressor, or something given is no variable. ValueError: workers is below 2,
+      or the model is not built.
     """
     check_compression(compression)
     workers = max(collectives.running_workers(), 2) if workers is None else workers
@@ -48,6 +49,11 @@ def summary(model_or_variables, compression=EightBit, workers: int | None = None
 
 
 def _variables(model_or_variables) -> list:
+    if not getattr(model_or_variables, "built", True):
+        raise ValueError(
+            f"model_or_variables must be a built model, got {model_or_variables.name!r} of type "
+            f"{type(model_or_variables).__name__}, which has no variables yet; give it an Input, or call it once"
+        )
     found = getattr(model_or_variables, "trainable_variables", None)
     variables = tf.nest.flatten(model_or_variables) if found is None else list(found)
     for variable in variables:

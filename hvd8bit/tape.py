@@ -9,7 +9,7 @@ import tensorflow as tf
 from hvd8bit import collectives
 from hvd8bit.compression import EightBit, check_compression
 from hvd8bit.reduction import reduce_gradients
-from hvd8bit.variables import divided, is_sharded, name_of, tf_variable, unique
+from hvd8bit.variables import divided, is_sharded, name_of, tf_variable, unique, weights_of_local
 
 
 class DistributedGradientTape:
@@ -134,13 +134,14 @@ def PartialDistributedGradientTape(tape: tf.GradientTape, *, local_layers, **set
     Args:
       tape, **settings: as there.
       local_layers: a built Keras layer or several.
+
+    Raises:
+      ValueError: a local layer is none, or not built.
     """
     local_layers = list(local_layers) if isinstance(local_layers, (list, tuple)) else [local_layers]
     distributed = DistributedGradientTape(tape, **settings)
     for layer in local_layers:
-        if not hasattr(layer, "trainable_weights"):
-            raise ValueError(f"local_layers must be Keras layers, got {layer!r} of type {type(layer).__name__}")
-        for variable in layer.trainable_weights:
+        for variable in weights_of_local(layer):
             distributed.register_local_source(variable)
     return distributed
 

@@ -33,6 +33,18 @@ def name_of(variable) -> str:
     return getattr(variable, "path", None) or variable.name
 
 
+def weights_of_local(layer) -> list:
+    """A local layer's trainable weights. Raises ValueError for one without weights yet: they would be shared."""
+    if not hasattr(layer, "trainable_weights"):
+        raise ValueError(f"local_layers must be Keras layers, got {layer!r} of type {type(layer).__name__}")
+    if not getattr(layer, "built", True):
+        raise ValueError(
+            f"local_layers must be built, got {layer.name!r} of type {type(layer).__name__}, which has no weights yet; "
+            "call it, or its model, on an input first"
+        )
+    return list(layer.trainable_weights)
+
+
 def mark_sharded(variable) -> None:
     """Says that each worker has a part of its own of a variable: no gradient of it is averaged, nor is it broadcast."""
     variable._hvd8bit_sharded = True

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from hvd8bit.compression import EightBitCompressor
 from hvd8bit.keras.reducing import Reduction, scope_of
+from hvd8bit.variables import weights_of_local
 
 
 def is_keras2(optimizer) -> bool:
@@ -56,7 +57,7 @@ def wrap_keras2(optimizer, *, groups, process_set, local_layers, **arguments):
             distributed._agg_helper.allreduce_grads = reduce
     _reduce_where_nobody_has(type(distributed))
     # Horovod itself keeps local variables out of what it hands on.
-    for variable in [variable for layer in local_layers for variable in layer.trainable_weights]:
+    for variable in [variable for layer in local_layers for variable in weights_of_local(layer)]:
         distributed.register_local_var(variable)
     return distributed
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import re
+import subprocess
+import sys
 
 import horovod.tensorflow as hvd
 import keras
@@ -12,6 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import hvd8bit
 from hvd8bit import collectives, reduction
 from hvd8bit.keras import DistributedOptimizer, teaching
 
@@ -457,3 +461,24 @@ def test_telemetry_without_tensorboard_is_refused_on_every_worker(monkeypatch, t
     monkeypatch.setattr(telemetry.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="not installed: pip install tensorboard"):
         telemetry.TelemetryCallback(str(tmp_path))
+
+
+def test_a_tape_refuses_a_local_layer_without_weights_yet():
+    layer = keras.layers.Dense(4, name="mine")
+    with pytest.raises(ValueError, match="local_layers must be built, got 'mine' of type Dense"):
+        hvd8bit.PartialDistributedGradientTape(tf.GradientTape(), local_layers=layer)
+    layer.build((None, 4))
+    hvd8bit.PartialDistributedGradientTape(tf.GradientTape(), local_layers=[layer])
+
+
+def test_an_optimizer_of_keras_2_refuses_a_local_layer_without_weights_yet():
+    code = (
+        "import horovod.tensorflow as hvd, tensorflow as tf\n"
+        "from hvd8bit.keras import DistributedOptimizer\n"
+        "hvd.init()\n"
+        "layer = tf.keras.layers.Dense(4, name='mine')\n"
+        "DistributedOptimizer(tf.keras.optimizers.SGD(), local_layers=layer)\n"
+    )
+    environment = {**os.environ, "TF_USE_LEGACY_KERAS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200)
+    assert "ValueError: local_layers must be built, got 'mine' of type Dense" in done.stderr

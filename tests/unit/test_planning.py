@@ -190,3 +190,13 @@ def test_summary_as_a_table_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     hvd8bit.summary(variables(), workers=2)
     assert "━" in capsys.readouterr().out
+
+
+def test_summary_refuses_a_model_without_variables_yet():
+    import keras
+
+    model = keras.Sequential([keras.layers.Dense(8)], name="mine")
+    with pytest.raises(ValueError, match="must be a built model, got 'mine' of type Sequential"):
+        hvd8bit.summary(model)
+    model.build((None, 4))
+    assert hvd8bit.summary(model)[-1]["elements"] == 40
