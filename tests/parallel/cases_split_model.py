@@ -425,7 +425,7 @@ def test_compile_refuses_a_distributed_optimizer(hvd):
     [
         ({"compression": hvd8bit.Selection()}, TypeError, "compression must be hvd8bit.EightBit"),
         ({"compression": [None] * 7}, ValueError, "a list with one for each of"),
-        ({"micro_batches": 0}, ValueError, "micro_batches must be at least 1"),
+        ({"micro_batches": 0}, ValueError, "micro_batches must be an integer of at least 1"),
         ({"replicas": 0}, ValueError, "replicas must be an integer of at least 1"),
     ],
 )
