@@ -9,6 +9,7 @@ import types
 import numpy as np
 import pytest
 import tensorflow as tf
+from horovod.common.process_sets import ProcessSet
 
 import hvd8bit
 from hvd8bit import feedback as feedback_module
@@ -34,7 +35,8 @@ SEEDS = (tf.constant(1, tf.int64), tf.constant(2, tf.int64))
 
 
 def workers_of(ranks: list[int]):
-    process_set = types.SimpleNamespace(process_set_id=1, ranks=ranks)
+    process_set = ProcessSet(ranks)
+    process_set.process_set_id = 1  # as if Horovod knew it
     return types.SimpleNamespace(ranks=lambda: ranks, process_set=process_set)
 
 
@@ -165,7 +167,7 @@ def test_made_anew_in_each_step_it_says_so(caplog):
 def test_a_copy_takes_no_other_variable_for_its_own():
     weight = tf.Variable(tf.ones([3]))
     feedback = ErrorFeedback([weight])
-    feedback.used_among(workers_of(1))
+    feedback.used_among(workers_of([0]))
     copied = copy.deepcopy(feedback)
     assert copied.residual_of(weight) is not feedback.residual_of(weight)
     with pytest.raises(ValueError, match="error_feedback has no residual for"):
