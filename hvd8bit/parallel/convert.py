@@ -15,6 +15,7 @@ from hvd8bit.parallel.layers import (
     layers_for,
 )
 from hvd8bit.parallel.layers_base import ParallelLayer, compressions_of, process_set_of
+from hvd8bit.variables import name_of
 
 _PATCHES = "_patches"
 _BY_PLACE = "abcd,bcde->abce"
@@ -36,12 +37,22 @@ def merge(model):
       them.
 
     Raises:
-      ValueError: the model is not built, or of another kind.
+      ValueError: the model is not built, or of another kind, or has weights of its own; or a parallel layer is inside
+        another layer, such as TimeDistributed.
     """
     keras = _keras_of(model)
 
     def plain(layer):
-        return _plain(layer, keras) if isinstance(layer, ParallelLayer) else None
+        if isinstance(layer, ParallelLayer):
+            return _plain(layer, keras)
+        within = [one.name for one in layer._flatten_layers() if isinstance(one, ParallelLayer)]
+        if within and not _is_graph(layer, keras):
+            raise ValueError(
+                f"layer {layer.name!r} of type {type(layer).__name__} must hold no parallel layer where its model is "
+                f"merged, got {within}: merge replaces layers of functional and sequential models only; make such a "
+                "model of it"
+            )
+        return None
 
     merged = _converted(model, plain, keras)
     _carry(model, merged, keras)
@@ -66,7 +77,8 @@ def split(model, layers=None, *, compression=EightBit, process_set=None):
       A new model, not compiled: `merge` gives the plain one again, whatever the number of workers.
 
     Raises:
-      ValueError: a name is not that of a layer that can be split, or a layer has a regularizer or constraint.
+      ValueError: a name is not that of a layer that can be split, or a layer has a regularizer or constraint; or the
+        model is none that `merge` takes.
     """
     keras = _keras_of(model)
     workers = comm_of(process_set_of(process_set, compressions_of(compression))).size()
@@ -125,12 +137,19 @@ def _converted(model, convert, keras):
         )
     if not model.built or not model.inputs:
         raise ValueError(f"model {model.name!r} must be built, or start with an Input: its layers have no weights yet")
+    of_layers = {id(weight) for layer in model.layers for weight in layer.weights}
+    own = [name_of(weight) for weight in model.weights if id(weight) not in of_layers]
+    if own:
+        raise ValueError(
+            f"model {model.name!r} must have no weights but those of its layers, got {own}: a functional or sequential "
+            "copy has no place for them; put them into a layer"
+        )
 
     def clone(layer):
         new = convert(layer)
         if new is not None:
             return new
-        if isinstance(layer, keras.Model) and _is_graph(layer, keras):
+        if _is_graph(layer, keras):
             return _converted(layer, convert, keras)
         return type(layer).from_config(layer.get_config())
 
@@ -150,7 +169,7 @@ def _carry(source, target, keras) -> None:
             _set_plain(new, old.whole_weights(), keras)
         elif isinstance(new, ParallelLayer):
             new.set_whole_weights(_whole_of_plain(old, keras))
-        elif isinstance(old, keras.Model) and _kind(old, keras) is None:
+        elif _is_graph(old, keras):
             _carry(old, new, keras)
         else:
             new.set_weights(old.get_weights())

@@ -208,6 +208,73 @@ def test_functional_and_nested_models(hvd, compression):
     assert [type(layer).__name__ for layer in back.layers] == [type(layer).__name__ for layer in plain.layers]
 
 
+class Scaled(keras.Model):
+    """A model of its own call, with a weight of its own beside a layer."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.dense = keras.layers.Dense(8)
+        self.scale = self.add_weight(name="scale", shape=(8,), initializer="ones")
+
+    def call(self, x):
+        return self.dense(x) * self.scale
+
+    def get_config(self):
+        return {"name": self.name}
+
+
+def test_weights_of_nested_models_of_another_kind(hvd):
+    nested = Scaled(name="nested")
+    plain = sequential(nested, keras.layers.Dense(6, name="fc"), shape=(8,), dtype="float32")
+    nested.scale.assign(np.arange(8.0))
+    model = parallel.split(plain, ["fc"], compression=None)
+    for one in (model, parallel.merge(model)):
+        np.testing.assert_array_equal(np.array(one.get_layer("nested").scale), np.arange(8.0))
+        for got, want in zip(one.get_layer("nested").get_weights(), nested.get_weights()):
+            np.testing.assert_array_equal(got, want)
+
+
+class Block(keras.layers.Layer):
+    """A layer that holds a parallel one."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.inner = parallel.ColumnParallelDense(8, name="inner")
+
+    def build(self, shape):
+        self.inner.build(shape)
+        self.built = True
+
+    def call(self, x):
+        return self.inner(x)
+
+    def get_config(self):
+        return {"name": self.name}
+
+
+def test_merge_refuses_parallel_layers_that_it_cannot_replace(hvd):
+    inner = parallel.ColumnParallelDense(8, name="inner")
+    for layer, shape in ((Block(name="outer"), (8,)), (keras.layers.TimeDistributed(inner, name="outer"), (3, 8))):
+        nested = keras.Sequential([keras.Input(shape), layer])
+        with pytest.raises(ValueError, match=r"layer 'outer' of type .* must hold no parallel layer.*'inner'"):
+            parallel.merge(sequential(nested, shape=shape, dtype="float32"))
+
+
+class Owner(keras.Sequential):
+    """A sequential model with a weight of its own."""
+
+    def __init__(self, layers=None, name=None, **settings):
+        super().__init__(layers, name=name)
+        self.own = self.add_weight(name="own", shape=(2,), initializer="ones")
+
+
+def test_merge_and_split_refuse_models_with_weights_of_their_own(hvd):
+    model = Owner([keras.Input((4,)), keras.layers.Dense(8)], name="owner")
+    for convert in (parallel.merge, parallel.split):
+        with pytest.raises(ValueError, match=r"model 'owner' must have no weights but those of its layers, got .*own"):
+            convert(model)
+
+
 def test_a_layer_called_several_times_in_a_step(hvd, compression):
     layer = parallel.ColumnParallelDense(6, compression=compression)
     layer.build((None, 6))
