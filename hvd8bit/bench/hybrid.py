@@ -171,10 +171,14 @@ _ONCE = "hvd8bit_plan"
 
 
 class _Recorded:
-    """What a step's collectives were given and brought, by their names, so that they can be left out, or run alone."""
+    """What a step's collectives were given and brought, so that they can be left out, or run alone.
+
+    By their names and dtypes: a boundary has the same name in 8 bits and exactly, in two branches where the batch is
+    not known.
+    """
 
     def __init__(self) -> None:
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[tuple[str, ...], _Call] = {}
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
         """A step that is traced inside keeps what its collectives are given and bring, each time it runs."""
@@ -186,7 +190,7 @@ class _Recorded:
 
     def exchange(self) -> Callable[[], object]:
         """A function that runs the collectives that ran, all enqueued at once, with what they were given."""
-        ran = {name: call for name, call in self._calls.items() if call.ran()}
+        ran = {"_".join(key): call for key, call in self._calls.items() if call.ran()}
 
         @tf.function(autograph=False)
         def run():
@@ -201,7 +205,7 @@ class _Recorded:
         def collective(tensors, *, name, **options):
             brought = real(tensors, name=name, **options)
             if not name.startswith(_ONCE):
-                self._calls[name] = _Call(real, tensors, options, brought)
+                self._calls[_key(name, tensors)] = _Call(real, tensors, options, brought)
             return brought
 
         return collective
@@ -212,9 +216,13 @@ class _Recorded:
                 return real(tensors, name=name, **options)
             # Not before this worker has what it would have to give.
             with tf.control_dependencies(tf.nest.flatten(tensors)):
-                return tf.nest.map_structure(tf.identity, self._calls[name].brought())
+                return tf.nest.map_structure(tf.identity, self._calls[_key(name, tensors)].brought())
 
         return collective
+
+
+def _key(name: str, tensors) -> tuple[str, ...]:
+    return (name, *dict.fromkeys(tensor.dtype.name for tensor in tf.nest.flatten(tensors)))
 
 
 class _Call:
@@ -279,7 +287,7 @@ def _in_place_of_horovods(make: Callable[[Callable], Callable]) -> Iterator[None
     """Inside, the collectives that hvd8bit calls are those that `make` makes of Horovod's."""
     import horovod.tensorflow as hvd
 
-    real = {kind: getattr(hvd, kind) for kind in ("alltoall", "allgather", "grouped_allreduce")}
+    real = {kind: getattr(hvd, kind) for kind in ("alltoall", "allgather", "allreduce", "grouped_allreduce")}
     with contextlib.ExitStack() as stack:
         for kind, function in real.items():
             stack.enter_context(mock.patch.object(hvd, kind, make(function)))
