@@ -81,9 +81,9 @@ class SplitModel(keras_step.JointModel):
         keras_step.check_keras()
         if isinstance(stages, keras.layers.Layer) or not isinstance(stages, (list, tuple)):
             raise TypeError(f"stages must be a list with one entry for each stage, got {type(stages).__name__}")
-        plans.check_apart(stages)
         everyone = HorovodComm()
         place = plans.check_place(len(stages), replicas, everyone.rank(), everyone.size())
+        plans.check_apart(stages)
         one_forward_one_backward(place.stages, place.stage, micro_batches, ahead)  # checks both
         if place.stages * place.replicas > 1 and collectives.elastic():
             raise ValueError("SplitModel needs a fixed number of workers, got an elastic job; run it without --min-np")
