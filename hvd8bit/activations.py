@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from hvd8bit import dither, ops
+from hvd8bit.collectives import one_when_run
 from hvd8bit.encoding import Encoding
 from hvd8bit.layout import HEADER_BYTES, SCALE_BYTES
 
@@ -40,7 +41,7 @@ def gather(part, axis: int, sizes: Sequence, encoding: Encoding, comm, *, name: 
       tf.errors.InvalidArgumentError: workers' parts or settings differ; on every worker.
     """
     (seed,) = dither.seeds(encoding, comm=comm, name=name)
-    chunk, _ = ops.encode_list([part], _one(comm), encoding, seed=seed)
+    chunk, _ = ops.encode_list([part], one_when_run(comm), encoding, seed=seed)
     gathered = comm.allgather(chunk, f"{name}_allgather")
     shapes = [shape_of_part(part, axis, size) for size in sizes]
     places = [coded_bytes(elements(shape), encoding) for shape in shapes]
@@ -77,7 +78,7 @@ def scatter_sum(tensor, axis: int, sizes: Sequence, encoding: Encoding, comm, *,
       tf.errors.InvalidArgumentError: workers' tensors or settings differ.
     """
     parts = tf.split(tf.cast(tensor, tf.float32), tf.stack(sizes), axis=axis, num=len(sizes))
-    one = _one(comm)
+    one = one_when_run(comm)
     seeds = dither.seeds(encoding, len(parts), comm=comm, name=name)
     chunks = [ops.encode_list([part], one, encoding, seed=seed)[0] for part, seed in zip(parts, seeds)]
     received, splits = comm.alltoall(
@@ -132,11 +133,6 @@ def _decode(chunk, shape: Sequence, dtype, encoding: Encoding) -> tf.Tensor:
     (tensor,) = ops.decode_list([chunk], [like], 1, encoding)
     tensor.set_shape([dimension if isinstance(dimension, int) else None for dimension in shape])
     return tensor
-
-
-def _one(comm) -> tf.Tensor:
-    """The number of chunks of a part, 1, but for TensorFlow's optimizer no constant: see `HorovodComm._unfoldable`."""
-    return tf.minimum(comm.size_tensor(), 1)
 
 
 def _shown(sizes: Sequence) -> list:

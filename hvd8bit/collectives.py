@@ -283,6 +283,15 @@ def _gather(comm: HorovodComm, name: str):
     return gather
 
 
+def one_when_run(comm) -> tf.Tensor:
+    """int32 scalar 1: the number of chunks, say, of a list that goes to all workers as a whole.
+
+    Known when the step runs, and not before: TensorFlow's optimizer evaluates what has constant inputs, Horovod's
+    collectives included, once and for all.
+    """
+    return tf.minimum(comm.size_tensor(), 1)
+
+
 def process_set_of(ranks: Sequence[int]):
     """The Horovod process set of these workers: one that exists, or a new one. All workers must ask in the same order.
 

@@ -25,9 +25,9 @@ import tensorflow as tf
 from horovod.tensorflow.compression import Compressor
 
 from hvd8bit import collectives, modes
-from hvd8bit.collectives import HorovodComm
+from hvd8bit.collectives import HorovodComm, one_when_run
 from hvd8bit.encoding import Encoding
-from hvd8bit.exchange import differentiable_exchange, one_when_run
+from hvd8bit.exchange import differentiable_exchange
 from hvd8bit.feedback import ErrorFeedback, feedback_of
 from hvd8bit.graphs import let_branches_overlap
 from hvd8bit.logs import log_once

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from hvd8bit import dither, ops
-from hvd8bit.collectives import HorovodComm
+from hvd8bit.collectives import HorovodComm, one_when_run
 from hvd8bit.encoding import Encoding
 from hvd8bit.gathered import check_headers
 from hvd8bit.modes import ALLGATHER, SCATTER_REDUCE
@@ -270,15 +270,6 @@ def exchange_slices(
     if average:
         rows = rows / tf.cast(workers, rows.dtype)
     return tf.IndexedSlices(rows, indices_of.concat(), dense_shape=slices.dense_shape)
-
-
-def one_when_run(comm) -> tf.Tensor:
-    """int32 scalar 1: the number of chunks, say, of a list that goes to all workers as a whole.
-
-    Known when the step runs, and not before: TensorFlow's optimizer evaluates what has constant inputs, Horovod's
-    collectives included, once and for all.
-    """
-    return tf.minimum(comm.size_tensor(), 1)
 
 
 def number_of_slices(tensors: Sequence[tf.Tensor]) -> int:
