@@ -241,16 +241,17 @@ def exchange_slices(
     (seed,) = dither.seeds(encoding, comm=comm, name=name)
     payload, _ = ops.encode_list([values], one_when_run(comm), encoding, seed=seed)
     # What a worker's part holds goes before its indices: rows, and bytes of the values.
-    head = [tf.size(indices, indices.dtype), tf.size(payload, indices.dtype)]
-    everyones_indices = comm.allgather(tf.concat([tf.stack(head), indices], 0), f"{name}_indices")
+    size = tf.reshape(tf.bitcast(tf.size(payload, tf.int64), indices.dtype), [-1])  # of all, may exceed 32 bits
+    head = tf.concat([[tf.size(indices, indices.dtype)], size], 0)
+    everyones_indices = comm.allgather(tf.concat([head, indices], 0), f"{name}_indices")
     everyones_values = comm.allgather(payload, f"{name}_values")
 
     def part_of(worker, at, start, rows_of, indices_of):
-        rows, size = everyones_indices[at], everyones_indices[at + 1]
+        first = at + tf.size(head, indices.dtype)
+        rows, size = everyones_indices[at], _int64(everyones_indices[at + 1 : first])
         shape = tf.concat([[tf.cast(rows, tf.int32)], tf.shape(values)[1:]], 0)
         like = tf.raw_ops.Empty(shape=shape, dtype=values.dtype)
         (decoded,) = ops.decode_list([everyones_values[start : start + size]], [like], 1, encoding)
-        first = at + 2
         indices_of = indices_of.write(worker, everyones_indices[first : first + rows])
         return worker + 1, first + rows, start + size, rows_of.write(worker, decoded), indices_of
 
@@ -262,7 +263,7 @@ def exchange_slices(
     *_, rows_of, indices_of = tf.while_loop(
         lambda worker, *_: worker < workers,
         part_of,
-        [tf.constant(0), zero, zero, array(values.dtype, rows_shape), array(indices.dtype, [None])],
+        [tf.constant(0), zero, tf.constant(0, tf.int64), array(values.dtype, rows_shape), array(indices.dtype, [None])],
         parallel_iterations=1,
     )
     rows = rows_of.concat()
@@ -270,6 +271,11 @@ def exchange_slices(
     if average:
         rows = rows / tf.cast(workers, rows.dtype)
     return tf.IndexedSlices(rows, indices_of.concat(), dense_shape=slices.dense_shape)
+
+
+def _int64(words: tf.Tensor) -> tf.Tensor:
+    """The number that one int64 or two int32 hold."""
+    return tf.reshape(tf.bitcast(words, tf.int64), [])
 
 
 def number_of_slices(tensors: Sequence[tf.Tensor]) -> int:
