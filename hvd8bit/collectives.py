@@ -116,6 +116,8 @@ class HorovodComm:
         if self.process_set_id == 0:
             return self.global_rank_tensor()
         with tf.device("CPU:0"):
+            if not elastic():
+                return tf.math.count_nonzero(tf.less(self.ranks(), self.global_rank_tensor()), dtype=tf.int32)
             # Asked when the step runs: after an elastic reset the set may have other ranks.
             rank = tf.numpy_function(lambda: np.int32(self.process_set.rank()), [], tf.int32)
         rank.set_shape([])
@@ -147,7 +149,8 @@ class HorovodComm:
     ) -> list[tf.Tensor]:
         """Horovod's own allreduce of tensors of one dtype, as one group; not through hvd8bit's codec."""
         compression = compression or self._hvd.Compression.none
-        width = 2 if compression is self._hvd.Compression.fp16 else tensors[0].dtype.size
+        halved = compression is self._hvd.Compression.fp16 and tensors[0].dtype.is_floating
+        width = 2 if halved else tensors[0].dtype.size
         self.count_ring(tensors, width)
         settings = {
             "op": op,

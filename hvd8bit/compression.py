@@ -16,6 +16,7 @@ added, so `compress` hands Horovod a probe of four numbers instead, and the exch
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 import threading
@@ -93,10 +94,9 @@ class EightBitCompressor(Compressor):
 
     def __call__(self, **changes) -> EightBitCompressor:
         """A copy with other settings."""
-        settings = self._settings()
-        if "min_elements" in changes and "select" not in changes:
-            del settings["select"]
-        return EightBitCompressor(**{**settings, **changes})
+        if changes.get("min_elements") is not None and "select" not in changes:
+            changes["select"] = dataclasses.replace(self.select, min_elements=changes.pop("min_elements"))
+        return EightBitCompressor(**{**self._settings(), **changes})
 
     def _settings(self) -> dict:
         return {
@@ -171,15 +171,15 @@ class EightBitCompressor(Compressor):
             ctx.check(tensor)
             group = _pending().group_of(ctx)
             factor = tf.cast(tensor[0] if ctx.graph is None else tensor, tf.float64)
-            with tf.name_scope("hvd8bit"):
-                outputs = differentiable_exchange(
-                    [handle.tensor for handle in group],
-                    self.encoding,
-                    ctx.comm_beside(tensor),
-                    factor=factor,
-                    name=ctx.collective_name(tensor),
-                    mode=self._mode(tuple(handle.tensor.shape.num_elements() for handle in group), ctx.comm),
-                )
+            # In no name scope of its own: that would count the calls, and workers may make them in any order.
+            outputs = differentiable_exchange(
+                [handle.tensor for handle in group],
+                self.encoding,
+                ctx.comm_beside(tensor),
+                factor=factor,
+                name=ctx.collective_name(tensor),
+                mode=self._mode(tuple(handle.tensor.shape.num_elements() for handle in group), ctx.comm),
+            )
             for handle, output in zip(group, outputs):
                 handle.output = output
         return ctx.output

@@ -310,7 +310,8 @@ def differentiable_exchange(
             # Eager calls wait for one another.
             number = 0 if tf.executing_eagerly() else next(numbers)
             inner = f"{name}_grad" if number == 0 else f"{name}_grad_{number}"
-            return differentiable_exchange(upstream, encoding, comm, factor=factor, name=inner, mode=mode)
+            dense = [tf.convert_to_tensor(gradient) for gradient in upstream]  # of a gather it is sparse
+            return differentiable_exchange(dense, encoding, comm, factor=factor, name=inner, mode=mode)
 
         return outputs, grad
 

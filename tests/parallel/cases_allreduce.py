@@ -213,6 +213,37 @@ def test_gradient_is_that_of_horovods_allreduce(hvd):
             np.testing.assert_allclose(ours.numpy(), plain.numpy(), rtol=1e-6)
 
 
+def test_gradient_that_is_sparse(hvd, run):
+    """What a gather hands back is rows with indices."""
+
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y, z = hvd.grouped_allreduce([x, 2 * x], compression=ALL, op=hvd.Sum, name="gathered")
+            loss = tf.reduce_sum(tf.gather(y, [0, 1, 1])) + tf.reduce_sum(z)
+        return tape.gradient(loss, x)
+
+    expected = hvd.size() * np.array([3, 4, 2, 2], np.float32)
+    np.testing.assert_allclose(run(gradient, tf.ones([4])).numpy()[-4:], expected, rtol=0.02)
+
+
+@pytest.mark.timeout(60)
+def test_calls_may_be_made_in_any_order_in_a_graph(hvd):
+    """They meet by their names, as with plain Horovod."""
+
+    @tf.function
+    def both(x):
+        results = {}
+        for name in ("a", "b") if hvd.rank() == 0 else ("b", "a"):
+            results[name] = hvd.allreduce(x * (1 + (name == "b")), compression=ALL, name=f"in_order_{name}")
+        return results["a"], results["b"]
+
+    for _ in range(2):
+        a, b = both(tf.ones([5000]))
+        assert np.all(a.numpy() == 1)
+        assert np.all(b.numpy() == 2)
+
+
 def test_other_reductions_are_refused_on_every_worker(hvd, run):
     if hvd.size() == 1:
         return
@@ -290,6 +321,10 @@ def test_sent_bytes(hvd, run):
     assert floor <= sent <= 1.02 * floor
     collectives.reset_sent_bytes()
     reduce(tf.ones([100]))  # passes through as float32
+    assert collectives.sent_bytes() == 2 * (n - 1) * 400 // n
+    collectives.reset_sent_bytes()
+    whole = [tf.ones([100], tf.int32)]  # fp16 leaves them alone
+    collectives.HorovodComm().allreduce(whole, "counted_whole", op=hvd.Sum, compression=hvd.Compression.fp16)
     assert collectives.sent_bytes() == 2 * (n - 1) * 400 // n
 
 

@@ -400,6 +400,40 @@ def test_modes_in_a_process_set(hvd, mode):
                 np.testing.assert_array_equal(tf.function(call)(tf.constant(x)).numpy(), right)
 
 
+@pytest.mark.timeout(60)
+def test_a_part_and_all_in_one_graph(hvd):
+    """Workers outside of the set make one call less."""
+    with process_set(hvd, list(range(hvd.size() - 1))) as some:
+
+        @tf.function
+        def step(x):
+            part = x
+            if some.included():
+                part = hvd.allreduce(2 * x, compression=ALL(process_set=some), process_set=some, name="of_a_part")
+            return part, hvd.allreduce(3 * x, compression=ALL, name="of_all")
+
+        part, everyone = step(tf.ones([5000]))
+        assert np.all(part.numpy() == (2 if some.included() else 1))
+        assert np.all(everyone.numpy() == 3)
+
+
+def test_an_exchange_in_a_process_set_can_be_exported(hvd):
+    with process_set(hvd, [hvd.size() - 1]) as some:
+        comm = collectives.HorovodComm(some)
+
+        @tf.function(input_signature=[tf.TensorSpec([2000])])
+        def mean(x):
+            return exchange.exchange(
+                [x], ALL.encoding, comm, factor=tf.constant(1.0, tf.float64), name="exported_of_some"
+            )
+
+        # A Python function would not be there in another process.
+        assert not {"PyFunc", "EagerPyFunc"} & {op.type for op in mean.get_concrete_function().graph.get_operations()}
+        rank = tf.function(lambda: comm.rank_tensor())
+        if some.included():
+            assert rank() == comm.rank() == 0
+
+
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
 def test_other_process_set_in_call_and_compressor_is_an_error(hvd, traced):
     """On members and on others, before anything is exchanged."""

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import keras
 import launch
 import pytest
+
+pytestmark = pytest.mark.skipif(keras.__version__ < "3", reason="for Keras 3")
 
 
 @pytest.mark.timeout(3700)

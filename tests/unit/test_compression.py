@@ -49,6 +49,8 @@ def test_a_copy_of_a_copy_keeps_what_it_does_not_change():
     assert first(min_elements=9).select.min_elements == 9
     assert first(select=Selection(11)).select.min_elements == 11
     assert first().encoding == first.encoding
+    rules = EightBit(select=Selection(exclude="*/bias", start_step=5, sparse="compress"))
+    assert rules(min_elements=9).select == Selection(9, exclude="*/bias", start_step=5, sparse="compress")
 
 
 VARIANTS = {

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from hvd8bit.parallel import keras_step, pipeline, plan
 
+for_keras3 = pytest.mark.skipif(keras.__version__ < "3", reason="SplitModel and HybridModel are for Keras 3")
+
 
 @given(rows=st.integers(1, 300), micro_batches=st.integers(1, 40))
 def test_a_batch_is_cut_so_that_each_row_counts_once(rows, micro_batches):
@@ -68,6 +70,7 @@ def test_stages_that_share_a_layer_are_refused():
             plan.check_apart(stages)
 
 
+@for_keras3
 @pytest.mark.parametrize("given", ["layer", "sequential", "functional"])
 @pytest.mark.parametrize("ends", [True, False], ids=["the mask ends", "the mask goes on"])
 def test_stages_that_give_a_mask_are_refused(given, ends):
@@ -95,7 +98,7 @@ def test_a_stage_can_be_given_in_several_ways():
             plan.built_stage(wrong, 2)
 
 
-@pytest.mark.skipif(keras.__version__ < "3", reason="SplitModel is for Keras 3")
+@for_keras3
 def test_losses_that_parts_of_a_batch_add_up_to():
     sums, means = (keras.losses.MeanSquaredError(reduction=name) for name in ("sum", "sum_over_batch_size"))
     assert keras_step.check_losses("mse") is True
@@ -119,6 +122,7 @@ def test_gradients_add_up_sparse_ones_too():
     assert tf.convert_to_tensor(twice).numpy().tolist() == [[0.0], [10.0]]
 
 
+@for_keras3
 @pytest.mark.parametrize(
     ("model", "cuts_weights", "clip", "message"),
     [
