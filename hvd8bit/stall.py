@@ -44,7 +44,7 @@ def watched(comm, name: str, in_steps: Sequence[str]) -> Iterator[None]:
     """
     limit = stall_timeout_s()
     done, cause = threading.Event(), []
-    waits = f"rank {comm.global_rank()} has a new list of gradients, new settings or new metrics ({name})"
+    waits = f"rank {comm.global_rank()} has a new list of gradients, kind of step, settings or metrics ({name})"
     remedy = "let all workers run the same steps"
 
     def end(reason: str) -> None:
