@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Union
 
-from hvd8bit.speedup.cluster import Cluster, Cost
+from hvd8bit.speedup.cluster import Cluster, Cost, Link
 from hvd8bit.speedup.workload import Workload
 
 BUCKET_ELEMENTS = 8 * 2**20
@@ -196,13 +196,13 @@ def _hybrid(workload: Workload, cluster: Cluster, scheme: Hybrid, bits: int) -> 
         step = sum t_fwd(data) + pipelined(x, c, K) + backward of the data-parallel layers with their exchange
 
     c = (t_fwd + t_bwd)(split) / K / efficiency is a sub-batch's computing: N times the samples, on N workers.
-    x is its
-    exchange: each split layer's inputs are gathered on the way up and their error signals scatter-reduced on
-      the
-    way down, and the last outputs are gathered. While one sub-batch is computed the next is exchanged.
+    x is its exchange: each split layer's inputs are gathered on the way up and their error signals
+    scatter-reduced on the way down, and the last outputs are gathered. While one sub-batch is computed the next
+    is exchanged; the device that computes also codes, so the split layers take at least the sum of both.
     """
     layers = workload.layers
     split = [number for number, layer in enumerate(layers) if layer.split == "model"]
+    data = [number for number, layer in enumerate(layers) if layer.split != "model"]
     if not split:
         raise ValueError(
             f"the hybrid scheme needs layers with split: model, and {workload.name or 'the model'} has none"
@@ -212,9 +212,8 @@ def _hybrid(workload: Workload, cluster: Cluster, scheme: Hybrid, bits: int) -> 
         raise ValueError(f"sub_batches must be at least 1, got {count}")
     if not 0 < scheme.efficiency <= 1:
         raise ValueError(f"efficiency must lie in (0, 1], got {scheme.efficiency}")
-    first = split[0]
     compute = workload.compute_s()
-    split_s = sum(map(sum, compute[first:]))
+    split_s = sum(sum(compute[number]) for number in split)
     samples = cluster.workers * workload.samples / count
 
     exchange = Cost()
@@ -224,10 +223,11 @@ def _hybrid(workload: Workload, cluster: Cluster, scheme: Hybrid, bits: int) -> 
         exchange += cluster.reduce_scatter(samples * inputs, bits)
     exchange += cluster.allgather(samples * layers[split[-1]].activations, bits)
 
-    middle_s = pipelined_s(exchange.total_s, split_s / count / scheme.efficiency, count)
+    sub_batch_s = split_s / count / scheme.efficiency
+    middle_s = max(pipelined_s(exchange.total_s, sub_batch_s, count), count * (sub_batch_s + exchange.coding_s))
     end_s, cost, coding_s = _backward(
-        [backward for _, backward in compute[:first]],
-        [layer.parameters for layer in layers[:first]],
+        [compute[number][1] for number in data],
+        [layers[number].parameters for number in data],
         cluster,
         bits,
         scheme.overlap,
@@ -236,10 +236,10 @@ def _hybrid(workload: Workload, cluster: Cluster, scheme: Hybrid, bits: int) -> 
     return _prediction(
         workload,
         cluster,
-        step_s=sum(forward for forward, _ in compute[:first]) + middle_s + end_s,
+        step_s=sum(compute[number][0] for number in data) + middle_s + end_s,
         cost=cost + exchange * count,
         coding_s=coding_s + exchange.coding_s * count,
-        compute_s=sum(map(sum, compute[:first])) + split_s / scheme.efficiency,
+        compute_s=sum(sum(compute[number]) for number in data) + split_s / scheme.efficiency,
     )
 
 
@@ -249,16 +249,24 @@ def _hybrid(workload: Workload, cluster: Cluster, scheme: Hybrid, bits: int) -> 
 def _pipeline(workload: Workload, cluster: Cluster, scheme: Pipeline, bits: int) -> Prediction:
     """S stages of consecutive layers, m micro-batches of S times a worker's samples (Dettmers 2016, sec. 2).
 
-    Forward and backward pass are flow shops: the first micro-batch takes sum(stages + sends), each further
-      one the
-    longest of them. Then N / S replicas exchange the largest stage's gradients. Idle is what the flow shop
-    with instant sends has over a worker's share of the computing.
+    Forward and backward pass are flow shops: the first micro-batch takes sum(stages + sends), each further one
+    the longest of them; a stage's device also encodes what it sends and decodes what it gets. Then N / S
+    replicas exchange the largest stage's gradients. Idle is what the flow shop with instant sends has over a
+    worker's share of the computing.
+
+    A pipeline's stages fill a node before the next one. Of w workers on a node min(w, S) are of different
+    stages, whose exchanges share its link.
     """
     stages = cluster.workers if scheme.stages is None else scheme.stages
     layers = workload.layers
     if not 1 <= stages <= len(layers) or cluster.workers % stages:
         raise ValueError(
             f"stages must divide the {cluster.workers} workers and be at most the {len(layers)} layers, got {stages}"
+        )
+    if cluster.nodes > 1 and stages % cluster.local and cluster.local % stages:
+        raise ValueError(
+            f"stages must divide the {cluster.local} workers of a node or be a multiple of them, so that pipelines "
+            f"fill whole nodes, got {stages}"
         )
     if scheme.micro_batches < 1:
         raise ValueError(f"micro_batches must be at least 1, got {scheme.micro_batches}")
@@ -268,23 +276,24 @@ def _pipeline(workload: Workload, cluster: Cluster, scheme: Pipeline, bits: int)
     micro = scheme.micro_batches
     samples = stages * workload.samples / micro
 
-    sends = [cluster.send(samples * layers[stop - 1].activations, bits) for _, stop in bounds[:-1]]
+    cuts = [samples * layers[stop - 1].activations for _, stop in bounds[:-1]]
+    node = cluster.of(cluster.local)
+    sends = [(node if stage % cluster.local else cluster).send(cut, bits) for stage, cut in enumerate(cuts, start=1)]
+    hops = [send.total_s for send in sends]
+    encode, decode = (cluster.coding.encode_s_per_element, cluster.coding.decode_s_per_element) if bits == 8 else (0, 0)
     step_s = ideal_s = 0.0
-    for direction in (0, 1):
+    for direction, (below, above) in enumerate([(decode, encode), (encode, decode)]):
         times = [stages / micro * sum(compute[k][direction] for k in range(*bound)) for bound in bounds]
-        hops = [send.total_s for send in sends]
-        step_s += sum(times) + sum(hops) + (micro - 1) * max(times + hops)
+        busy = [t + below * b + above * a for t, b, a in zip(times, [0, *cuts], [*cuts, 0])]
+        step_s += sum(times) + sum(hops) + (micro - 1) * max(busy + hops)
         ideal_s += sum(times) + (micro - 1) * max(times)
 
     replicas = cluster.workers // stages
     gradients = max(sum(layer.parameters for layer in layers[start:stop]) for start, stop in bounds)
-    # The replicas of a stage are on nodes of their own where there is more than one node.
-    peers = dataclasses.replace(
-        cluster,
-        workers=replicas,
-        workers_per_node=1 if cluster.nodes > 1 else max(replicas, 1),
-        hierarchical=False,
-    )
+    peers = dataclasses.replace(cluster, workers=replicas, workers_per_node=max(1, cluster.local // stages))
+    if cluster.nodes > 1 and cluster.between is not None:
+        shared = cluster.between.bandwidth_bytes_per_s / min(cluster.local, stages)
+        peers = dataclasses.replace(peers, between=Link(shared, cluster.between.latency_s))
     averaging = peers.exchange(gradients, bits)
     coding_s = peers.coding_s(gradients) if bits == 8 else 0.0
     step_s += averaging.total_s

@@ -139,6 +139,29 @@ def test_split_layers_exchange_no_gradients():
     assert predict(few, cluster, "hybrid", 32).exchange_s < 0.01
 
 
+def test_data_parallel_layers_after_a_split_one_exchange_gradients():
+    layers = [
+        Layer("conv", 1_000_000, 100, 2),
+        Layer("fc", 50, 40, 1, "model"),
+        Layer("head", 2_000_000, 10, 1),
+    ]
+    cluster = Cluster(2, between=Link(1e6), coding=Coding())
+    # Forward and backward: conv 0.2 and 0.4, fc and head 0.1 and 0.2. One exchange, after the backward pass.
+    exchange = (2 * 100 + 40) * 64 * 4 / 2 / 1e6
+    found = predict(Workload(layers, step_s=1.2, samples=64), cluster, Hybrid(sub_batches=2), 32)
+    assert found.step_s == pytest.approx(0.3 + pipelined_s(exchange, 0.3 / 2, 2) + 0.6 + 12_000_000 / 1e6)
+    assert found.compute_s == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize("sub_batches", [1, 16, 64])
+@pytest.mark.parametrize("step_s", [0.01, 0.04])
+def test_the_device_that_computes_split_layers_also_codes(sub_batches, step_s):
+    layers = [Layer("conv", 1000, 9216, 1), Layer("fc", 10**7, 4096, 1000, "model")]
+    found = predict(Workload(layers, step_s, 512), Cluster(8, between=Link(1e14)), Hybrid(sub_batches), 8)
+    assert found.coding_s > 0.03
+    assert found.step_s >= (found.compute_s + found.coding_s) * (1 - 1e-9)
+
+
 def test_the_papers_node_in_the_general_model():
     """Tables 3 and 4 of the appendix: 4 GPUs, 3.53 with 32 bit and 3.67 with 8 bit, PCIe at 5 GB/s.
 
@@ -205,6 +228,48 @@ def test_replicas_of_a_pipeline_exchange_gradients():
 
 
 @pytest.mark.parametrize(
+    ("stages", "sharing", "replicas"),
+    [(8, 8, (2, 1)), (16, None, None), (2, 2, (8, 4))],
+)
+def test_exchanges_of_several_stages_share_a_nodes_link(stages, sharing, replicas):
+    """On nodes of 8. Two pipelines of 8 stages: one per node; eight of 2: four per node; one of 16: over two nodes."""
+    workload = Workload([Layer(str(k), 10_000_000, 1, 1) for k in range(16)], step_s=0.1)
+    inside = Link(1e15)
+    cluster = Cluster(16, 8, between=Link(1e9), within=inside, coding=Coding())
+    found = predict(workload, cluster, Pipeline(stages), 32)
+    gradients = 10_000_000 * 16 // stages
+    sends = 2 * 8 * stages * 32 / 8 * 4 / 1e9 if stages > 8 else 0
+    averaging = 0.0
+    if sharing:
+        peers = Cluster(*replicas, between=Link(1e9 / sharing), within=inside, coding=Coding())
+        averaging = peers.exchange(gradients, 32).bandwidth_s
+    assert found.cost.bandwidth_s == pytest.approx(averaging + sends, rel=1e-4)
+
+
+def test_the_device_of_a_stage_also_codes():
+    workload = Workload([Layer(str(k), 0, 1000, 1) for k in range(3)], step_s=0.3, samples=10)
+    cluster = Cluster(3, between=Link(1e15), coding=Coding(1e-6, 0, 3e-6))
+    found = predict(workload, cluster, Pipeline(micro_batches=10), 8)
+    # Micro-batches of 3 samples, 0.01 s forward and 0.02 s back. The stage in the middle codes what goes in and out.
+    encode, decode = 3000 * 1e-6, 3000 * 3e-6
+    first = 3 * 0.03 + 4 * (encode + decode)
+    assert found.step_s == pytest.approx(first + 9 * (0.03 + 2 * (encode + decode)))
+    ends = predict(workload, dataclasses.replace(cluster, workers=2), Pipeline(micro_batches=1000), 8)
+    sample = 1000 * 20 / 1000
+    # With two stages, of one layer and two, the larger one decodes forward and encodes backward.
+    assert ends.step_s == pytest.approx(0.4 + 1000 * sample * 4e-6, rel=0.01)
+
+
+def test_stages_send_inside_their_node():
+    """Four stages on nodes of two: of the three cuts only the middle one crosses."""
+    workload = Workload([Layer(str(k), 0, 1000, 1) for k in range(4)], step_s=0.4, samples=10)
+    cluster = Cluster(4, 2, between=Link(1e6, 0.5), within=Link(1e6, 1e-3), coding=Coding())
+    found = predict(workload, cluster, Pipeline(micro_batches=1), 32)
+    a_send = 4 * 10 * 1000 * 4 / 1e6
+    assert found.step_s == pytest.approx(0.4 * 4 + 2 * (0.5 + 2 * 1e-3 + 3 * a_send))
+
+
+@pytest.mark.parametrize(
     ("seconds", "stages", "starts"),
     [
         ([1, 1, 1, 1], 2, [0, 2]),
@@ -236,6 +301,12 @@ def test_stages_are_as_even_as_they_can_be(seconds, stages, starts):
         (lambda: predict(TWO, GIGABYTE, "hybrid"), "needs layers with split: model"),
         (lambda: predict(TWO, GIGABYTE, Pipeline(stages=3)), "stages must divide the 2 workers"),
         (lambda: predict(TWO, Cluster(4, between=Link(1)), Pipeline()), "at most the 2 layers, got 4"),
+        (
+            lambda: predict(
+                Workload([*TWO.layers, Layer("c", 1, 1, 1)], 0.1), Cluster(12, 4, Link(1), Link(1)), Pipeline(3)
+            ),
+            "stages must divide the 4 workers of a node or be a multiple of them, so that .* got 3",
+        ),
         (lambda: predict(TWO, GIGABYTE, Pipeline(micro_batches=0)), "micro_batches must be at least 1"),
         (lambda: predict(Workload(TWO.layers), GIGABYTE), "step_s of the workload is needed"),
         (lambda: Workload([]), "layers must hold at least one Layer"),
