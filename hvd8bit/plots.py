@@ -7,7 +7,7 @@ from typing import Any
 
 from hvd8bit.datatypes import DATA_TYPES, codebook
 from hvd8bit.errors import error_curve
-from hvd8bit.speedup import BITS, Verdict
+from hvd8bit.speedup import Verdict
 
 _COLOURS = dict(zip(DATA_TYPES, ("tab:blue", "tab:orange", "tab:green", "tab:red")))
 _BIT_STYLES = {32: ("tab:red", "o"), 16: ("tab:orange", "s"), 8: ("tab:blue", "^")}
@@ -39,7 +39,7 @@ def predictions(path: str, verdicts: Sequence[Verdict], title: str) -> None:
     figure, (axes,) = _figure(1, (8, 5.5))
     workers = [verdict.workers for verdict in verdicts]
     axes.plot(workers, workers, ":", color="grey", label="ideal")
-    for bits in BITS:
+    for bits in verdicts[0].predictions:
         colour, marker = _BIT_STYLES[bits]
         speedups = [verdict.predictions[bits].speedup for verdict in verdicts]
         axes.plot(workers, speedups, marker=marker, color=colour, label=f"{bits} bit")

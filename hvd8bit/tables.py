@@ -193,14 +193,18 @@ def prediction_table(
     show.print(Text(_setting(scheme, cluster)))
     table = _table(
         "Speedup over one worker",
-        numbers=("workers", *(f"{bits} bit" for bits in BITS), *(f"step, {bits} bit" for bits in (32, 8))),
+        numbers=(
+            "workers",
+            *(f"{bits} bit" for bits in verdicts[0].predictions),
+            *(f"step, {bits} bit" for bits in (32, 8)),
+        ),
         last=("largest part, 8 bit", "best", "8 bit pays below", "why"),
     )
     for verdict in verdicts:
         p = verdict.predictions
         table.add_row(
             str(verdict.workers),
-            *(f"{p[bits].speedup:.3g}" if p[bits].speedup < 100 else f"{p[bits].speedup:.0f}" for bits in BITS),
+            *(f"{of.speedup:.3g}" if of.speedup < 100 else f"{of.speedup:.0f}" for of in p.values()),
             *(units.show_seconds(p[bits].step_s) for bits in (32, 8)),
             p[8].dominated_by,
             f"{verdict.best_bits} bit",
@@ -249,7 +253,7 @@ def _conclusion(verdicts: Sequence[Verdict]) -> str:
 def _pays_below(bytes_per_s: float) -> str:
     if bytes_per_s == 0:
         return "never"
-    return "always" if math.isinf(bytes_per_s) else units.show_bits_per_s(bytes_per_s)
+    return "no limit" if math.isinf(bytes_per_s) else units.show_bits_per_s(bytes_per_s)
 
 
 # --------------------------------------------------------------------------------------------- parts

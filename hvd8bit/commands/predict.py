@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hvd8bit.commands import common
@@ -57,7 +57,7 @@ def _add_cluster(group: Any) -> None:
         type=_coding,
         metavar="cpu|paper|none|TIME,TIME,TIME",
         help="per element: encode, decode and add, decode; cpu (the default) is one core with AVX-512, "
-        "paper a GTX Titan",
+        "paper a GTX Titan; beside --profile only where that has none",
     )
     add(
         "--block-size",
@@ -77,7 +77,12 @@ def _add_cluster(group: Any) -> None:
 def _add_training(group: Any) -> None:
     add = group.add_argument
     add("--step-time", type=common.seconds, metavar="TIME", help="of one worker's step alone: 180ms, …")
-    add("--samples", type=common.count, metavar="N", help="of a worker in a step (default: the workload's)")
+    add(
+        "--samples",
+        type=common.count,
+        metavar="N",
+        help="of a worker in a step (default: the measured step's, or the workload's)",
+    )
     add("--scheme", choices=("data", "hybrid", "pipeline"), help="(default: data)")
     add("--no-overlap", action="store_true", help="exchange gradients after the backward pass, not during it")
     add("--sub-batches", type=common.count, metavar="K", help="of the hybrid scheme (default: one per worker)")
@@ -173,9 +178,9 @@ def _cluster_of_workers(args: argparse.Namespace, show: Any) -> int:
             "Without --profile the transport is taken to use all of the bandwidth and to add 16-bit numbers "
             "for nothing, which Gloo does not."
         )
-    elif any(calibration.extrapolated(workers) for workers in args.workers if workers > 1):
-        measured = ", ".join(map(str, calibration.workers))
-        show.print(f"The profile has {measured} workers; for other numbers its figures are extrapolated.")
+    else:
+        for caveat in _caveats(args, calibration, workload):
+            show.print(caveat)
     if args.json:
         common.write_json(args.json, common.document(_records(args, workload, clusters, verdicts, calibration)))
     if args.plot:
@@ -185,14 +190,38 @@ def _cluster_of_workers(args: argparse.Namespace, show: Any) -> int:
     return 0
 
 
+def _caveats(args: argparse.Namespace, calibration: Calibration, workload: Workload) -> Iterator[str]:
+    """What of a prediction is not measured, a sentence each."""
+    from hvd8bit import keras_workload
+    from hvd8bit.speedup import BITS, units
+
+    if any(calibration.extrapolated(workers) for workers in args.workers if workers > 1):
+        measured = ", ".join(map(str, calibration.workers))
+        yield f"The profile has {measured} workers; for other numbers its figures are extrapolated."
+    for bits in (bits for bits in BITS if bits not in calibration.bits):
+        yield f"The profile has no exchange in {bits} bit, so {bits} bit is neither predicted nor compared."
+    if not calibration.coding_is_measured:
+        yield f"The profile has no coding rates; those of --coding {args.coding or 'cpu'} stand for them."
+    step = None if args.step_time else calibration.step
+    names = {_plain(workload.name), _plain(args.model.removeprefix(keras_workload.PREFIX))}
+    if step is not None and step.model is not None and _plain(step.model) not in names:
+        yield (
+            f"The profile's step, {units.show_seconds(step.compute_s)}, is {step.model}'s and not {workload.name}'s; "
+            "give its own by --step-time."
+        )
+
+
+def _plain(name: str) -> str:
+    """ResNet-50 and resnet50 are the same model."""
+    return "".join(filter(str.isalnum, name)).lower()
+
+
 def _calibration(args: argparse.Namespace) -> Calibration | None:
     from hvd8bit.speedup import calibrate
     from hvd8bit.speedup.calibrate import results_of
 
     if not args.profile:
         return None
-    if args.coding:
-        raise common.UsageError("--coding and --profile exclude each other: a profile has coding rates")
     results = []
     for path in args.profile:
         try:
@@ -202,9 +231,12 @@ def _calibration(args: argparse.Namespace) -> Calibration | None:
         except ValueError as error:
             raise ValueError(f"--profile must be JSON of hvd8bit bench, got {path}: {error}") from error
     try:
-        return calibrate({"results": results})
+        calibration = calibrate({"results": results}, coding=_coding_of(args))
     except (ValueError, TypeError, OverflowError) as error:
         raise ValueError(f"--profile {' '.join(args.profile)} cannot be used: {error}") from error
+    if args.coding and calibration.coding_is_measured:
+        raise common.UsageError("--coding and --profile exclude each other: this profile has coding rates")
+    return calibration
 
 
 def _workload(args: argparse.Namespace, calibration: Calibration | None) -> Workload:
@@ -217,15 +249,23 @@ def _workload(args: argparse.Namespace, calibration: Calibration | None) -> Work
             workload = keras_workload.load(args.model)
     else:
         workload = load(args.model)
-    step_s = args.step_time or (calibration.step_compute_s if calibration else None)
-    if step_s is None:
+    if args.step_time:
+        return workload.timed(args.step_time, args.samples)
+    step = calibration.step if calibration else None
+    if step is None:
         raise common.UsageError("--step-time is needed, of one worker's step alone: --step-time 180ms, say")
-    return workload.timed(step_s, args.samples)
+    if args.samples and step.samples and args.samples != step.samples:
+        raise common.UsageError(
+            f"--samples must be those of the profile's step, {step.samples}, got {args.samples}: leave it out, or give "
+            "the step of so many by --step-time"
+        )
+    return workload.timed(step.compute_s, args.samples or step.samples)
 
 
 def _cluster(args: argparse.Namespace, calibration: Calibration | None, workers: int) -> Cluster:
     from hvd8bit.speedup import Cluster, Link
 
+    latency_s = DEFAULT_LATENCY_S if args.latency is None else args.latency
     within_latency_s = DEFAULT_LATENCY_WITHIN_S if args.within_latency is None else args.within_latency
     nodes = {
         "workers_per_node": args.workers_per_node,
@@ -243,13 +283,13 @@ def _cluster(args: argparse.Namespace, calibration: Calibration | None, workers:
                 "--bandwidth is needed, of a node's link: --bandwidth 10Gbit/s, say; the profile was measured on links "
                 "of known rates, and the model predicts for any"
             )
-        untold = args.latency is None and calibration.latency_s(32) is None
-        latency_s = DEFAULT_LATENCY_S if untold else args.latency
-        cluster = calibration.cluster(workers, args.bandwidth, latency_s=latency_s, **nodes)
+        cluster = calibration.cluster(
+            workers, args.bandwidth, latency_s=args.latency, default_latency_s=DEFAULT_LATENCY_S, **nodes
+        )
         return dataclasses.replace(cluster, coding=_in_blocks(cluster.coding, args))
     between = None
     if args.bandwidth is not None:
-        between = Link(args.bandwidth, DEFAULT_LATENCY_S if args.latency is None else args.latency)
+        between = Link(args.bandwidth, latency_s)
     elif workers > args.workers_per_node:
         raise common.UsageError("--bandwidth is needed, of a node's link: --bandwidth 10Gbit/s, say")
     return Cluster(workers, between=between, coding=_coding_of(args), **nodes)
@@ -284,7 +324,7 @@ def _records(
     verdicts: Sequence[Verdict],
     calibration: Calibration | None,
 ) -> list[dict[str, Any]]:
-    """A record per number of workers and bits. JSON has no infinity: null stands for "pays at any
+    """A record per number of workers and bits. JSON has no infinity: null stands for "pays at any higher
     bandwidth"."""
     records = []
     for cluster, verdict in zip(clusters, verdicts):
@@ -296,6 +336,8 @@ def _records(
             "model": workload.name,
             "scheme": args.scheme,
             "step_time_s": workload.step_s,
+            "step_of": calibration.step.model if calibration and calibration.step and not args.step_time else None,
+            "samples": workload.samples,
             "bandwidth_bytes_per_s": cluster.between.bandwidth_bytes_per_s if cluster.between else None,
             "extrapolated": calibration is not None and calibration.extrapolated(verdict.workers),
         }

@@ -8,7 +8,7 @@ docs/prediction.md has the equations and their limits.
 """
 
 from hvd8bit.speedup import paper, units
-from hvd8bit.speedup.calibrate import Calibration, Residual, calibrate
+from hvd8bit.speedup.calibrate import Calibration, MeasuredStep, Residual, calibrate
 from hvd8bit.speedup.cluster import BITS, CPU_CODING, PAPER_CODING, Cluster, Coding, Cost, Link, Transport
 from hvd8bit.speedup.compare import Verdict, compare
 from hvd8bit.speedup.predict import SCHEMES, DataParallel, Hybrid, Pipeline, Prediction, predict
@@ -27,6 +27,7 @@ __all__ = [
     "Hybrid",
     "Layer",
     "Link",
+    "MeasuredStep",
     "Pipeline",
     "Prediction",
     "Residual",

@@ -27,7 +27,7 @@ import numpy as np
 from hvd8bit.datatypes import DATA_TYPES
 from hvd8bit.encoding import Encoding
 from hvd8bit.modes import ALLGATHER
-from hvd8bit.speedup.cluster import Cluster, Coding, Cost, Link, Transport
+from hvd8bit.speedup.cluster import CPU_CODING, Cluster, Coding, Cost, Link, Transport
 from hvd8bit.speedup.predict import BUCKET_ELEMENTS
 
 _BITS = {"none": 32, "fp16": 16, **dict.fromkeys(DATA_TYPES, 8)}
@@ -55,6 +55,20 @@ class Residual:
     @property
     def error_percent(self) -> float:
         return 100 * (self.predicted_s / self.measured_s - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredStep:
+    """One worker's step alone, as `hvd8bit bench train` timed it.
+
+    Attributes:
+      compute_s: seconds, the median of the records.
+      model, samples: whose step it is, and of how many samples; None where the records do not say.
+    """
+
+    compute_s: float
+    model: str | None
+    samples: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,21 +105,27 @@ class Calibration:
 
     Attributes:
       coding: seconds per element; `hidden_share` is set for each number of workers by `cluster`.
+      coding_is_measured: whether the profile has it; else it is what `calibrate` was given.
       bandwidth_bytes_per_s: what the links gave, where the profile does not say their rate; else None.
-      step_compute_s: a step's computing, where the profile has `step_compute_s`; else None.
+      step: where the profile has `step_compute_s`; else None.
       workers: numbers of workers that were measured.
       residuals: every record used, beside the model.
     """
 
     coding: Coding
+    coding_is_measured: bool
     bandwidth_bytes_per_s: float | None
-    step_compute_s: float | None
+    step: MeasuredStep | None
     workers: tuple[int, ...]
     residuals: tuple[Residual, ...]
     _fits: dict[int, _Fit] = dataclasses.field(repr=False)
 
     def transport(self, bits: int, workers: int) -> Transport:
-        """The transport of `bits` for N workers; a perfect one where the profile has no such records."""
+        """The transport of `bits` for N workers. Raises ValueError where the profile has no such records."""
+        if bits not in self._fits:
+            raise ValueError(
+                f"bits must be one of {', '.join(map(str, self._fits))}, which the profile has, got {bits!r}"
+            )
         return self._parameters(bits, workers)[0]
 
     def latency_s(self, bits: int) -> float | None:
@@ -118,14 +138,16 @@ class Calibration:
         bandwidth_bytes_per_s: float | None = None,
         *,
         latency_s: float | None = None,
+        default_latency_s: float = 0.0,
         **others: Any,
     ) -> Cluster:
-        """A cluster like the measured one.
+        """A cluster like the measured one. It knows the bits that were measured.
 
         Args:
           workers: N; `extrapolated` tells whether the parameters for it are measured.
           bandwidth_bytes_per_s: of a node's link; None for what the profile gave.
-          latency_s: per message, in place of the fitted one.
+          latency_s: per message between nodes, in place of the fitted one.
+          default_latency_s: the same for the bits whose latency the profile does not tell.
           **others: of `Cluster`.
 
         Raises:
@@ -144,8 +166,8 @@ class Calibration:
                 transports[bits] = dataclasses.replace(transports[bits], latency_s=latency_s)
             if bits == 8:
                 coding = dataclasses.replace(coding, hidden_share=hidden)
-        link = Link(bandwidth, latency_s or 0.0)
-        return Cluster(workers, between=link, coding=coding, transports=transports, **others)
+        link = Link(bandwidth, default_latency_s if latency_s is None else latency_s)
+        return Cluster(workers, between=link, coding=coding, transports=transports, bits=self.bits, **others)
 
     @property
     def bits(self) -> tuple[int, ...]:
@@ -158,7 +180,7 @@ class Calibration:
 
     def _parameters(self, bits: int, workers: int) -> tuple[Transport, float]:
         """The transport, and the share of the coding that is hidden."""
-        if bits not in self._fits or workers == 1:
+        if workers == 1:
             return Transport(), 0.0
         fit = self._fits[bits]
         per_element, slowness = fit.at(workers)
@@ -172,7 +194,7 @@ class Calibration:
         return Transport(1 / slowness, per_element, fit.call_s, fit.latency_s), hidden
 
 
-def calibrate(profile: Mapping[str, Any], *, data_type: str | None = None) -> Calibration:
+def calibrate(profile: Mapping[str, Any], *, data_type: str | None = None, coding: Coding = CPU_CODING) -> Calibration:
     """Fits the model to a profile.
 
     Args:
@@ -181,12 +203,14 @@ def calibrate(profile: Mapping[str, Any], *, data_type: str | None = None) -> Ca
         blocks, `exchange` "allgather" one that took one round and is left out. Records with `step_compute_s`, of
         `hvd8bit bench train`, give one worker's step alone.
       data_type: whose records are the 8-bit ones; None for the first of `DATA_TYPES` that there is.
+      coding: what 8-bit codes cost, where the profile does not have it.
 
     Raises:
-      ValueError: a record lacks a key or has a value that cannot be, or there are no records to use.
+      ValueError: a record lacks a key or has a value that cannot be, there are no records to use, some rates are
+        known and others not, several workers of a host were measured, or steps are of several models.
     """
     records = _records(profile)
-    steps = [record["step_compute_s"] for record in profile["results"] if record.get("step_compute_s")]
+    step = _step(profile["results"])
     names = {record["compression"] for record in records}
     chosen = data_type or next((name for name in DATA_TYPES if name in names), None)
     if data_type and data_type not in names:
@@ -198,10 +222,14 @@ def calibrate(profile: Mapping[str, Any], *, data_type: str | None = None) -> Ca
     if not known:
         # Seconds per byte come out of the fit as the slowness of a link of 1 byte per second.
         used = [{**record, "rate_bit_per_s": 8.0, "unknown": True} for record in used]
-    else:
-        used = known
+    elif len(known) < len(used):
+        without = sorted({r["compression"] for r in used if r["rate_bit_per_s"] is None})
+        raise ValueError(
+            "rate_bit_per_s must be known for all exchanges of a profile or for none, got null for "
+            f"{len(used) - len(known)} of {len(used)} ({', '.join(without)}); give it, or leave these records out"
+        )
 
-    coding = _coding([r for r in used if _BITS[r["compression"]] == 8])
+    coding, coding_is_measured = _coding([r for r in used if _BITS[r["compression"]] == 8], coding)
     fits = {}
     for bits in (32, 16, 8):
         ours = [record for record in used if _BITS[record["compression"]] == bits]
@@ -211,8 +239,7 @@ def calibrate(profile: Mapping[str, Any], *, data_type: str | None = None) -> Ca
         bandwidth, fits = _own_bandwidth(fits)
 
     workers = tuple(sorted({record["workers"] for record in used}))
-    step_s = statistics.median(steps) if steps else None
-    calibration = Calibration(coding, bandwidth, step_s, workers, (), fits)
+    calibration = Calibration(coding, coding_is_measured, bandwidth, step, workers, (), fits)
     residuals = []
     for record in used:
         rate = bandwidth if record.get("unknown") else record["rate_bit_per_s"] / 8
@@ -259,6 +286,13 @@ def _records(profile: Mapping[str, Any]) -> list[dict[str, Any]]:
                 continue
             if not _is_above_zero(value):
                 raise ValueError(f"{key} of record {number} of the profile must be above 0, got {value!r}")
+        # On one host there is no link that its workers share.
+        if record.get("workers_per_host", 1) not in (1, record["workers"]):
+            raise ValueError(
+                f"workers_per_host of record {number} of the profile must be 1, or all {record['workers']} workers, "
+                f"got {record['workers_per_host']!r}: what a shared link takes cannot be told apart from what the "
+                "transport makes of a link; measure with one worker per host"
+            )
         # The model knows two rounds; small sums take one, by an allgather.
         if record["workers"] > 1 and not _sent_float32(record) and record.get("exchange") != ALLGATHER:
             records.append(record)
@@ -281,17 +315,33 @@ def _sent_float32(record: Mapping[str, Any]) -> bool:
     return record.get("encoded_elements") == 0 or not links.encodes(record["elements"])
 
 
-def _coding(records: Sequence[Mapping[str, Any]]) -> Coding:
-    """Coding rates: all seconds over all elements, so that large exchanges count most."""
+def _step(results: Sequence[Mapping[str, Any]]) -> MeasuredStep | None:
+    """The step of the records that have one. Raises ValueError where they are not of one model and batch."""
+    records = [record for record in results if record.get("step_compute_s")]
+    if not records:
+        return None
+    for key in ("model", "batch_size"):
+        found = {record.get(key) for record in records}
+        if len(found) > 1:
+            raise ValueError(
+                f"{key} must be the same in all records with step_compute_s, got {', '.join(sorted(map(str, found)))}; "
+                "give the file of one hvd8bit bench train"
+            )
+    seconds = statistics.median(record["step_compute_s"] for record in records)
+    return MeasuredStep(seconds, records[0].get("model"), records[0].get("batch_size"))
+
+
+def _coding(records: Sequence[Mapping[str, Any]], otherwise: Coding) -> tuple[Coding, bool]:
+    """Coding rates, all seconds over all elements, so that large exchanges count most; whether they are measured."""
     block_size = records[0].get("block_size", Encoding.block_size) if records else Encoding.block_size
     parts = [record for record in records if all(record.get(part) is not None for part in _PARTS)]
     elements = sum(_encoded(record) for record in parts)
     if not elements:
-        return Coding(block_size=block_size)
+        return dataclasses.replace(otherwise, block_size=block_size), False
     encode, reduce, decode = (sum(record[part] for record in parts) / elements for part in _PARTS)
     # A worker's chunk of the sum, n / N elements, is encoded again: that is in reduce_s.
     again = encode * sum(_encoded(record) / record["workers"] for record in parts) / elements
-    return Coding(encode, max(0.0, reduce - again), decode, block_size)
+    return Coding(encode, max(0.0, reduce - again), decode, block_size), True
 
 
 def _encoded(record: Mapping[str, Any]) -> int:

@@ -95,7 +95,7 @@ class Transport:
       s_per_element: processor time per element (adding, copying) that no bandwidth shortens.
       call_s: seconds per exchange, whatever its size: what it takes the workers to agree that it is due. Slices are
         enqueued at once and add nothing.
-      latency_s: seconds per message, in place of the links' own; None to take those.
+      latency_s: seconds per message between nodes, in place of that link's own; None to take that.
     """
 
     efficiency: float = 1.0
@@ -159,6 +159,7 @@ class Cluster:
       within: a worker's link to the others on its node; needed where a node holds several.
       coding: what 8-bit codes cost; by default on a CPU.
       transports: by bits (32, 16, 8); a perfect one where missing.
+      bits: those that are known. A profile's cluster knows what was measured.
       hierarchical: first inside the nodes (in 32 bit), then between them; False is what hvd8bit does: all
         workers as equals.
     """
@@ -170,6 +171,7 @@ class Cluster:
     coding: Coding = CPU_CODING
     transports: Mapping[int, Transport] = dataclasses.field(default_factory=dict)
     hierarchical: bool = False
+    bits: tuple[int, ...] = BITS
 
     def __post_init__(self) -> None:
         for name in ("workers", "workers_per_node"):
@@ -187,9 +189,10 @@ class Cluster:
             raise ValueError(
                 f"within, the link inside a node, is needed for workers_per_node={self.workers_per_node}; give its Link"
             )
-        wrong = set(self.transports) - set(BITS)
-        if wrong:
-            raise ValueError(f"transports must be by bits, of {BITS}, got {sorted(wrong)}")
+        for name, bits in (("transports must be by bits", self.transports), ("bits must be", self.bits)):
+            wrong = set(bits) - set(BITS)
+            if wrong:
+                raise ValueError(f"{name}, of {BITS}, got {sorted(wrong)}")
 
     @property
     def local(self) -> int:
@@ -206,9 +209,10 @@ class Cluster:
         return dataclasses.replace(self, workers=workers)
 
     def transport(self, bits: int) -> Transport:
-        """That of `bits`. Raises ValueError for other than 32, 16 and 8."""
-        if bits not in BITS:
-            raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, got {bits!r}")
+        """That of `bits`. Raises ValueError for others than `self.bits`."""
+        if bits not in self.bits:
+            of = "" if self.bits == BITS else ", which the cluster's profile has"
+            raise ValueError(f"bits must be one of {', '.join(map(str, self.bits))}{of}, got {bits!r}")
         return self.transports.get(bits, Transport())
 
     def encodes(self, elements: float) -> bool:
@@ -287,12 +291,12 @@ class Cluster:
     def send(self, elements: float, bits: int) -> Cost:
         """n elements from one worker to the next."""
         transport = self.transport(bits)
-        link = self.between if self.nodes > 1 else self.within
-        if link is None:
+        if self.workers == 1:
             return Cost()
+        hop = self._outside if self.nodes > 1 else self._inside
         coding = elements * (self.coding.encode_s_per_element + self.coding.decode_s_per_element)
         overhead = Cost(transport_s=transport.call_s + transport.s_per_element * elements)
-        return overhead + self._coded(bits, coding) + self._messages(link, 1, self._bytes(elements, bits), bits)
+        return overhead + self._coded(bits, coding) + hop(1, self._bytes(elements, bits), bits)
 
     def chunk_bytes(self, codes: float) -> float:
         """Bytes of a chunk (docs/wire-format.md): header, a byte per code, a scale per block begun."""
@@ -306,22 +310,32 @@ class Cluster:
     def _coded(self, bits: int, seconds: float) -> Cost:
         return Cost(coding_s=seconds if bits == 8 else 0.0)
 
-    def _messages(self, link: Link, count: float, size: float, bits: int) -> Cost:
-        """`count` messages of `size` bytes, one after another."""
-        transport = self.transport(bits)
-        latency = link.latency_s if transport.latency_s is None else transport.latency_s
+    def _outside(self, count: float, size: float, bits: int) -> Cost:
+        """`count` messages of `size` bytes to other nodes, one after another."""
+        assert self.between is not None
+        latency_s = self.transport(bits).latency_s
+        return self._messages(
+            self.between, self.between.latency_s if latency_s is None else latency_s, count, size, bits
+        )
+
+    def _inside(self, count: float, size: float, bits: int) -> Cost:
+        """`count` messages of `size` bytes inside a node, one after another."""
+        assert self.within is not None
+        return self._messages(self.within, self.within.latency_s, count, size, bits)
+
+    def _messages(self, link: Link, latency_s: float, count: float, size: float, bits: int) -> Cost:
         return Cost(
-            latency_s=count * latency,
-            bandwidth_s=count * size / (link.bandwidth_bytes_per_s * transport.efficiency),
+            latency_s=count * latency_s,
+            bandwidth_s=count * size / (link.bandwidth_bytes_per_s * self.transport(bits).efficiency),
         )
 
     def _ring(self, message: float, bits: int) -> Cost:
         """N-1 steps around a ring that enters and leaves each node once, each as long as its slowest hop."""
         hops = []
-        if self.nodes > 1 and self.between is not None:
-            hops.append(self._messages(self.between, self.workers - 1, message, bits))
-        if self.local > 1 and self.within is not None:
-            hops.append(self._messages(self.within, self.workers - 1, message, bits))
+        if self.nodes > 1:
+            hops.append(self._outside(self.workers - 1, message, bits))
+        if self.local > 1:
+            hops.append(self._inside(self.workers - 1, message, bits))
         return max(hops, key=lambda cost: cost.total_s)
 
     def _alltoall(self, message: float, bits: int = 8) -> Cost:
@@ -332,12 +346,11 @@ class Cluster:
         flat 8-bit exchange between nodes of several workers loses much of its gain there.
         """
         ways = []
-        if self.nodes > 1 and self.between is not None:
-            outside = self.workers - self.local
-            cost = self._messages(self.between, outside, message, bits)
+        if self.nodes > 1:
+            cost = self._outside(self.workers - self.local, message, bits)
             ways.append(dataclasses.replace(cost, bandwidth_s=cost.bandwidth_s * self.local))
-        if self.local > 1 and self.within is not None:
-            ways.append(self._messages(self.within, self.local - 1, message, bits))
+        if self.local > 1:
+            ways.append(self._inside(self.local - 1, message, bits))
         return max(ways, key=lambda cost: cost.total_s)
 
     def _hierarchical(self, elements: float, bits: int) -> Cost:
@@ -346,10 +359,9 @@ class Cluster:
         Inside, 32 bit (16 for 16 bit): 2 (w-1) messages of n / w. Between, each worker exchanges its n / w
         with its peers on the other M-1 nodes, w exchanges at once on a node's link.
         """
-        assert self.within is not None
         share = elements / self.local
         wide = 4 if bits == 8 else bits / 8
-        inside = self._messages(self.within, 2 * (self.local - 1), share * wide, bits)
+        inside = self._inside(2 * (self.local - 1), share * wide, bits)
         peers = dataclasses.replace(self, workers=self.nodes, workers_per_node=1, within=None, hierarchical=False)
         between = peers.exchange(share, bits)
         return inside + dataclasses.replace(between, bandwidth_s=between.bandwidth_s * self.local)

@@ -12,6 +12,7 @@ from hvd8bit.speedup.workload import Workload
 WORTH_IT = 0.01
 """Fewer bits must make a step this share shorter to be called better: no prediction is closer."""
 _SLOWEST, _FASTEST = 1e4, 1e13  # bytes per second, between which the break-even is looked for
+_STEP = 2.0  # from one bandwidth to the next one that is tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,12 +21,13 @@ class Verdict:
 
     Attributes:
       workers: N.
-      predictions: by bits.
+      predictions: by bits, those that the cluster knows.
       best_bits: with the shortest step; more bits where fewer gain less than `WORTH_IT`.
       eight_bit_gain: how much shorter 8 bit makes the step than the better of 32 and 16, as a share; below 0,
         longer.
-      pays_below_bytes_per_s: the bandwidth from which on 8 bit gains less than `WORTH_IT`; 0 if it never
-        does, infinite if always.
+      pays_below_bytes_per_s: up to which bandwidth 8 bit is the best, seen from the cluster's own: where it is the
+        best there, the next bandwidth above at which it is not, infinite if there is none; else the next one below
+        at which it is, 0 if there is none.
       reason: why the best is the best, in words.
     """
 
@@ -38,12 +40,17 @@ class Verdict:
 
 
 def compare(workload: Workload, cluster: Cluster, scheme: Scheme = "data") -> Verdict:
-    """Predicts for 32, 16 and 8 bit and weighs them. Arguments and errors as `predict`."""
-    predictions = {bits: predict(workload, cluster, scheme, bits) for bits in BITS}
-    best = BITS[0]
-    for bits in BITS[1:]:
-        if predictions[bits].step_s < (1 - WORTH_IT) * predictions[best].step_s:
-            best = bits
+    """Predicts for all bits that the cluster knows and weighs them.
+
+    Arguments and errors as `predict`; ValueError also where the cluster does not know both 32 and 8 bit.
+    """
+    if not {32, 8} <= set(cluster.bits):
+        raise ValueError(
+            f"bits must have 32 and 8, which are compared, got {', '.join(map(str, cluster.bits))}: a profile needs "
+            "exchanges in both, of two rounds in 8 bit (exchange: scatter_reduce); hvd8bit bench exchange measures them"
+        )
+    predictions = _predictions(workload, cluster, scheme)
+    best = _best(predictions)
     return Verdict(
         workers=cluster.workers,
         predictions=predictions,
@@ -54,23 +61,42 @@ def compare(workload: Workload, cluster: Cluster, scheme: Scheme = "data") -> Ve
     )
 
 
+def _predictions(workload: Workload, cluster: Cluster, scheme: Scheme) -> dict[int, Prediction]:
+    return {bits: predict(workload, cluster, scheme, bits) for bits in BITS if bits in cluster.bits}
+
+
+def _best(predictions: dict[int, Prediction]) -> int:
+    best = 32
+    for bits, prediction in predictions.items():
+        if prediction.step_s < (1 - WORTH_IT) * predictions[best].step_s:
+            best = bits
+    return best
+
+
 def _gain(predictions: dict[int, Prediction]) -> float:
-    return 1 - predictions[8].step_s / min(predictions[32].step_s, predictions[16].step_s)
+    return 1 - predictions[8].step_s / min(prediction.step_s for bits, prediction in predictions.items() if bits > 8)
 
 
 def _break_even(workload: Workload, cluster: Cluster, scheme: Scheme) -> float:
-    if cluster.workers == 1:
+    """`Verdict.pays_below_bytes_per_s`: what 8 bit gains may rise and fall with the bandwidth, and is followed."""
+    link = cluster.between if cluster.nodes > 1 else cluster.within
+    if cluster.workers == 1 or link is None:
         return 0.0
 
     def pays(bandwidth: float) -> bool:
-        faster = _with_bandwidth(cluster, bandwidth)
-        return _gain({bits: predict(workload, faster, scheme, bits) for bits in BITS}) > WORTH_IT
+        return _best(_predictions(workload, _with_bandwidth(cluster, bandwidth), scheme)) == 8
 
-    low, high = _SLOWEST, _FASTEST
-    if not pays(low):
-        return 0.0
-    if pays(high):
-        return float("inf")
+    low = high = link.bandwidth_bytes_per_s
+    if pays(low):
+        while pays(high):
+            if high >= _FASTEST:
+                return float("inf")
+            low, high = high, high * _STEP
+    else:
+        while not pays(low):
+            if low <= _SLOWEST:
+                return 0.0
+            low, high = low / _STEP, low
     while high / low > 1.005:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if pays(middle) else (low, middle)

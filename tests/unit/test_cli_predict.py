@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pathlib
 import resource
 import subprocess
 import sys
@@ -153,6 +154,19 @@ def test_break_even_is_where_8_bit_stops_paying(capsys, tmp_path):
     assert (below[0]["best_bits"], above[0]["best_bits"]) == (8, 16)
 
 
+@pytest.mark.parametrize("bandwidth", ["1Gbit/s", "50Gbit/s", "400Gbit/s"])
+@pytest.mark.parametrize("step", ["50ms", "1s"])
+def test_where_8_bit_pays_agrees_with_the_best(bandwidth, step, capsys, tmp_path):
+    """Flat between nodes of 8 the gain rises with the bandwidth: what limits in the end is the link inside."""
+    argv = ["predict", "--model", "vgg16", "--step-time", step, "--workers", "16", "--workers-per-node", "8"]
+    argv += ["--within", "5GB/s", "--coding", "none", "--bandwidth", bandwidth]
+    first = records(argv, tmp_path, capsys)[0]
+    below = first["eight_bit_pays_below_bytes_per_s"]
+    assert (below is None or below >= first["bandwidth_bytes_per_s"]) == (first["best_bits"] == 8)
+    if (bandwidth, step) == ("400Gbit/s", "50ms"):
+        assert first["best_bits"] == 8
+
+
 def test_hidden_exchange_is_named(capsys, tmp_path):
     argv = [
         "predict",
@@ -296,6 +310,102 @@ def test_extrapolation_is_said(profile, capsys, tmp_path):
     assert [r["extrapolated"] for r in records(argv, tmp_path, capsys)] == [False] * 3 + [True] * 3
 
 
+def rewritten(profile: str, change) -> str:
+    """The profile with `change` of each record, and without those that it makes None."""
+    document = json.loads(pathlib.Path(profile).read_text())
+    document["results"] = [new for record in document["results"] if (new := change(record)) is not None]
+    pathlib.Path(profile).write_text(json.dumps(document))
+    return profile
+
+
+VGG = ["predict", "--model", "vgg16", "--bandwidth", "1Gbit/s", "--workers", "4"]
+
+
+def test_what_a_profile_lacks_is_not_predicted(profile, capsys, tmp_path):
+    rewritten(profile, lambda record: None if record["compression"] == "fp16" else record)
+    argv = [*VGG, "--step-time", "300ms", "--profile", profile]
+    assert cli.main([*argv, "--plot", str(tmp_path / "p.png")]) == 0
+    text = capsys.readouterr().out
+    assert "The profile has no exchange in 16 bit, so 16 bit is neither predicted nor compared." in text
+    assert [r["bits"] for r in records(argv, tmp_path, capsys)] == [32, 8]
+    assert {r["best_bits"] for r in records(argv, tmp_path, capsys)} == {8}
+
+
+@pytest.mark.parametrize("missing", ["none", "dynamic_tree"])
+def test_a_profile_without_what_is_compared_is_refused(missing, profile, capsys):
+    rewritten(profile, lambda record: None if record["compression"] == missing else record)
+    text = refused([*VGG, "--step-time", "300ms", "--profile", profile], capsys)
+    assert "bits must have 32 and 8, which are compared, got " in text
+
+
+def test_coding_goes_with_a_profile_that_has_none(profile, capsys, tmp_path):
+    argv = [*VGG, "--step-time", "300ms", "--profile", profile]
+    assert "--coding and --profile exclude each other" in refused([*argv, "--coding", "none"], capsys)
+    rewritten(profile, lambda record: {k: v for k, v in record.items() if k not in ("encode_s", "decode_s")})
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "The profile has no coding rates; those of --coding cpu stand for them." in out
+    assert "encode 0.5, reduce 0.2, decode 0.25" in out
+    assert cli.main([*argv, "--coding", "paper"]) == 0
+    assert "encode 1, reduce 0.5, decode 0.5" in capsys.readouterr().out
+
+
+def test_latencies_of_a_profile_are_those_between_nodes(profile, capsys, tmp_path):
+    argv = [
+        *VGG[:-1],
+        "8",
+        "--step-time",
+        "300ms",
+        "--profile",
+        profile,
+        "--workers-per-node",
+        "8",
+        "--within",
+        "1GB/s",
+    ]
+
+    def latency_s(*more: str) -> float:
+        return records([*argv, *more], tmp_path, capsys)[0]["cost"]["latency_s"]
+
+    base = latency_s()
+    assert latency_s("--within-latency", "50us") == pytest.approx(10 * base)
+    assert latency_s("--latency", "1s") == base
+
+
+def test_a_latency_that_the_profile_does_not_tell_is_the_default(profile, capsys, tmp_path):
+    argv = [*VGG, "--step-time", "300ms", "--profile", profile]
+    fitted = {r["bits"]: r["cost"]["latency_s"] for r in records(argv, tmp_path, capsys)}
+    rewritten(profile, lambda r: None if r["compression"] == "dynamic_tree" and r["elements"] < 25_000_000 else r)
+    found = {r["bits"]: r["cost"]["latency_s"] for r in records(argv, tmp_path, capsys)}
+    assert found[32] == pytest.approx(fitted[32])
+    assert found[8] == pytest.approx(fitted[8] * 30e-6 / 1e-4, rel=1e-3)
+
+
+def test_the_step_of_a_profile_is_its_models(profile, capsys, tmp_path):
+    train = tmp_path / "train.json"
+
+    def step_of(**records: object) -> None:
+        alone = {"step_compute_s": 0.25, "batch_size": 4, **records}
+        train.write_text(json.dumps({"results": [alone]}))
+
+    argv = [*VGG, "--profile", profile, str(train)]
+    step_of(model="VGG16")
+    assert {(r["step_time_s"], r["samples"]) for r in records(argv, tmp_path, capsys)} == {(0.25, 4)}
+    assert cli.main(argv) == 0
+    assert "250 ms per step of 4 samples" in (out := capsys.readouterr().out)
+    assert "The profile's step" not in out
+    assert "--samples must be those of the profile's step, 4, got 8" in refused([*argv, "--samples", "8"], capsys)
+    assert {r["samples"] for r in records([*argv, "--samples", "4"], tmp_path, capsys)} == {4}
+
+    step_of(model="MobileNetV2")
+    assert {r["step_of"] for r in records(argv, tmp_path, capsys)} == {"MobileNetV2"}
+    assert cli.main(argv) == 0
+    assert "The profile's step, 250 ms, is MobileNetV2's and not VGG-16's; give its own" in capsys.readouterr().out
+    assert cli.main([*argv, "--step-time", "1s"]) == 0
+    assert "1 s per step of 32 samples" in (out := capsys.readouterr().out)
+    assert "The profile's step" not in out
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -387,7 +497,6 @@ def test_a_profile_needs_a_bandwidth(profile, capsys):
         ([*RESNET, "--block-size", "None"], "must be a multiple of 64 in [64, 65536], or none, got 'None'"),
         ([*RESNET, "--scheme", "pipeline", "--stages", "3"], "stages must divide the 2 workers"),
         ([*RESNET, "--profile", "missing.json"], "missing.json"),
-        ([*RESNET, "--profile", "x", "--coding", "none"], "--coding and --profile exclude each other"),
         (
             ["predict", "--model", "gpt2-small", *RESNET[3:], "--scheme", "hybrid"],
             "needs layers with split: model",

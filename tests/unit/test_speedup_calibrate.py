@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 
 import pytest
 
-from hvd8bit.speedup import Cluster, Coding, Link, Transport, calibrate
+from hvd8bit.speedup import CPU_CODING, Cluster, Coding, Link, MeasuredStep, Transport, calibrate, compare, load
 
 SIZES = (1_000, 30_000, 1_000_000, 25_000_000)
 RATES = (2e8, 1e9)
@@ -217,9 +218,30 @@ def test_extrapolation_of_a_constant_efficiency_is_that():
 
 def test_step_comes_from_the_profile_where_it_is_there():
     data = profile()
-    assert calibrate(data).step_compute_s is None
+    assert calibrate(data).step is None
     data["results"] += [{"step_compute_s": seconds} for seconds in (0.2, 0.18, 0.19)]
-    assert calibrate(data).step_compute_s == 0.19
+    assert calibrate(data).step == MeasuredStep(0.19, None, None)
+    for record in data["results"][-3:]:
+        record |= {"model": "VGG16", "batch_size": 4}
+    assert calibrate(data).step == MeasuredStep(0.19, "VGG16", 4)
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "message"),
+    [
+        (
+            "model",
+            ("VGG16", "ResNet50"),
+            "model must be the same in all records with step_compute_s, got ResNet50, VGG",
+        ),
+        ("batch_size", (4, 8), "batch_size must be the same in all records with step_compute_s, got 4, 8"),
+    ],
+)
+def test_steps_of_several_models_or_batches_are_no_step(key, values, message):
+    data = profile()
+    data["results"] += [{"step_compute_s": 0.2, "model": "VGG16", "batch_size": 4, key: value} for value in values]
+    with pytest.raises(ValueError, match=message):
+        calibrate(data)
 
 
 def test_one_data_type_is_calibrated_at_a_time():
@@ -272,12 +294,95 @@ def test_block_size_comes_from_the_profile():
     assert calibrate(data).coding.block_size is None
 
 
-def test_bits_without_records_have_a_perfect_transport():
+def without(*names: str) -> dict:
     data = profile()
-    data["results"] = [record for record in data["results"] if record["compression"] != "fp16"]
-    found = calibrate(data)
-    assert found.transport(16, 4) == Transport()
+    data["results"] = [record for record in data["results"] if record["compression"] not in names]
+    return data
+
+
+def test_bits_without_records_are_not_known():
+    found = calibrate(without("fp16"))
+    assert found.bits == found.cluster(4, 1e8).bits == (32, 8)
     assert found.latency_s(16) is None
+    with pytest.raises(ValueError, match="bits must be one of 32, 8, which the profile has, got 16"):
+        found.transport(16, 4)
+    with pytest.raises(ValueError, match="bits must be one of 32, 8, which the cluster's profile has, got 16"):
+        found.cluster(4, 1e8).exchange(1e6, 16)
+
+
+def test_bits_without_records_are_not_compared():
+    workload = load("vgg16").timed(0.3)
+    everything = compare(workload, calibrate(profile()).cluster(4, 1e8))
+    found = compare(workload, calibrate(without("fp16")).cluster(4, 1e8))
+    assert set(found.predictions) == {32, 8}
+    assert all(found.predictions[bits] == everything.predictions[bits] for bits in (32, 8))
+    assert found.best_bits == 8
+    gain = 1 - found.predictions[8].step_s / found.predictions[32].step_s
+    assert found.eight_bit_gain == pytest.approx(gain)
+
+
+@pytest.mark.parametrize("missing", ["none", "dynamic_tree"])
+def test_a_comparison_needs_both_32_and_8_bit(missing):
+    cluster = calibrate(without(missing)).cluster(4, 1e8)
+    with pytest.raises(ValueError, match="bits must have 32 and 8, which are compared, got "):
+        compare(load("vgg16").timed(0.3), cluster)
+
+
+def test_coding_that_was_not_measured_is_the_given_one():
+    data = profile()
+    for record in data["results"]:
+        for part in ("encode_s", "reduce_s", "decode_s"):
+            record.pop(part, None)
+        record["block_size"] = 256
+    assert calibrate(profile()).coding_is_measured
+    found = calibrate(data)
+    assert not found.coding_is_measured
+    assert found.coding == dataclasses.replace(CPU_CODING, block_size=256)
+    assert calibrate(data, coding=CODING).coding == dataclasses.replace(CODING, block_size=256)
+    # What an element costs is measured: its coding, whatever is assumed, is a part of that.
+    large = [r for r in found.residuals if r.elements == 25_000_000]
+    assert max(abs(r.error_percent) for r in large) < 1
+
+
+def test_known_and_unknown_rates_do_not_mix():
+    data = profile()
+    for record in data["results"]:
+        if record["compression"] == "dynamic_tree":
+            record["rate_bit_per_s"] = None
+    with pytest.raises(ValueError, match=r"rate_bit_per_s must be known .* null for 24 of 72 \(dynamic_tree\)"):
+        calibrate(data)
+
+
+def test_workers_that_shared_a_hosts_link_are_refused():
+    data = profile()
+    for record in data["results"]:
+        record["workers_per_host"] = 1
+    assert calibrate(data).residuals == calibrate(profile()).residuals
+    data["results"][-1]["workers_per_host"] = 2
+    with pytest.raises(
+        ValueError, match="workers_per_host of record 71 of the profile must be 1, or all 4 workers, got 2"
+    ):
+        calibrate(data)
+
+
+def test_a_fitted_latency_is_that_between_nodes():
+    inside = Link(1e10, 7e-6)
+    found = calibrate(profile()).cluster(8, 1e9, workers_per_node=8, within=inside)
+    assert found.exchange(1e6, 32).latency_s == pytest.approx(14 * 7e-6)
+    nodes = calibrate(profile()).cluster(8, 1e9, workers_per_node=4, within=inside, hierarchical=True)
+    assert nodes.exchange(1e6, 32).latency_s == pytest.approx(6 * 7e-6 + 2 * 40e-6, rel=1e-4)
+    other = calibrate(profile()).cluster(8, 1e9, latency_s=1e-3, workers_per_node=4, within=inside, hierarchical=True)
+    assert other.exchange(1e6, 32).latency_s == pytest.approx(6 * 7e-6 + 2 * 1e-3)
+
+
+def test_a_default_latency_is_for_what_the_profile_does_not_tell():
+    data = profile()
+    data["results"] = [r for r in data["results"] if r["compression"] != "dynamic_tree" or r["elements"] == 25_000_000]
+    found = calibrate(data)
+    assert found.latency_s(8) is None
+    cluster = found.cluster(4, 1e8, default_latency_s=1e-3)
+    assert cluster.exchange(1e6, 8).latency_s == pytest.approx(6 * 1e-3)
+    assert cluster.exchange(1e6, 32).latency_s == pytest.approx(6 * 40e-6, rel=1e-4)
 
 
 # ------------------------------------------------------------------------------------------ errors

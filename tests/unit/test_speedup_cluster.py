@@ -214,6 +214,8 @@ def test_a_single_node_uses_the_link_inside():
             "workers must fill whole nodes: a multiple of workers_per_node=4",
         ),
         (lambda: Cluster(2, between=Link(1), transports={64: Transport()}), "transports must be by bits"),
+        (lambda: Cluster(2, between=Link(1), bits=(32, 4)), "bits must be, of .* got "),
+        (lambda: four_nodes(bits=(32, 8)).exchange(10, 16), "bits must be one of 32, 8, .*, got 16"),
         (lambda: four_nodes().exchange(10, 4), "bits must be one of 32, 16, 8, got 4"),
     ],
 )
