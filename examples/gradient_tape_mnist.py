@@ -29,7 +29,7 @@ def train(compression_name: str, seed: int, images, labels, test) -> dict:
     compression = common.compression(compression_name)
 
     # All workers start from the same weights, and the same state of the optimizer.
-    hvd8bit.broadcast_variables([model.variables, list(optimizer.variables)], root_rank=0)
+    hvd8bit.broadcast_variables([model.weights, list(optimizer.variables)], root_rank=0)
 
     @tf.function
     def step(images, labels):

@@ -40,7 +40,7 @@ def main(_):
     model = build(weights=None, **size)
     optimizer = keras.optimizers.SGD(0.01)
     optimizer.build(model.trainable_variables)
-    hvd8bit.broadcast_variables([model.variables, list(optimizer.variables)], root_rank=0)
+    hvd8bit.broadcast_variables([model.weights, list(optimizer.variables)], root_rank=0)
     common.say(f"{FLAGS.model}: {model.count_params():,} parameters, {hvd.size()} × {FLAGS.batch_size} images a step")
 
     names = [*dict.fromkeys(FLAGS.compression), "alone"]  # which comes last: it lets the weights drift apart

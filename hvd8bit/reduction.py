@@ -36,6 +36,7 @@ def reduce_gradients(
     scope: str = "hvd8bit",
     variables: Sequence | None = None,
     step=None,
+    passes: int = 1,
     observer=None,
 ) -> list:
     """Averages or sums the gradients of all workers.
@@ -52,6 +53,7 @@ def reduce_gradients(
       scope: prefix of the names of the collectives: one for each optimizer or tape.
       variables: whose gradients these are, for rules of the `Selection` that are functions, and for error feedback.
       step: number of the step, a variable or a tensor, for `Selection(start_step=...)`.
+      passes: by how much `step` grows in a step, of which this is the last: how many gradients have been accumulated.
       observer: what looks on, for telemetry, an `hvd8bit.keras.telemetry.Observer`; the same on all workers.
 
       All arguments, and of the gradients number, order, shapes and dtypes, must be the same on all workers.
@@ -112,7 +114,7 @@ def reduce_gradients(
     def exact():
         return reduced([gradient.exactly() for gradient in plan], f"{scope}_exact")
 
-    on = tf.convert_to_tensor(tf_variable(step)) >= start_step if start_step else True
+    on = tf.convert_to_tensor(tf_variable(step)) >= start_step * passes if start_step else True
 
     def reduce():
         if tf.is_tensor(on) and not tf.executing_eagerly():

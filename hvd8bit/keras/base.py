@@ -34,3 +34,11 @@ class Callback(keras.callbacks.Callback):
 
 def is_keras3(model) -> bool:
     return int(keras.__version__.split(".")[0]) >= 3 and isinstance(model, keras.Model)
+
+
+def steps_per_execution(model) -> int:
+    """How many steps `fit` runs between two calls of its callbacks."""
+    several = getattr(model, "steps_per_execution", None)
+    if several is None:  # Keras 2: a variable, or None
+        several = getattr(model, "_steps_per_execution", None)
+    return 1 if several is None else int(several)

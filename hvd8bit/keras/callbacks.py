@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd8bit import api, collectives, reduction
-from hvd8bit.keras.base import Callback, is_keras3
+from hvd8bit.keras.base import Callback, is_keras3, steps_per_execution
 from hvd8bit.keras.telemetry import TelemetryCallback
 from hvd8bit.variables import is_sharded, name_of, optimizer_variables, tf_variable
 
@@ -123,7 +123,8 @@ class LearningRateWarmupCallback(Callback):
     """Raises the learning rate from `initial_lr / N` to `initial_lr` over the first epochs, batch by batch.
 
     After Goyal et al., "Accurate, Large Minibatch SGD", section 2.2: in batch b of epoch e the rate is
-    initial_lr / N · (1 + (N − 1) · (e + (b + 1) / steps_per_epoch) / warmup_epochs), with N workers.
+    initial_lr / N · (1 + (N − 1) · (e + (b + 1) / steps_per_epoch) / warmup_epochs), with N workers. With
+    steps_per_execution the steps of an execution have the rate of its last one.
 
     Args:
       initial_lr: the learning rate after the warm-up, usually scaled by the number of workers.
@@ -155,6 +156,7 @@ class LearningRateWarmupCallback(Callback):
         self.verbose = verbose
         self.process_set = process_set
         self.current_epoch = 0
+        self._steps = None
         self._restore_momentum = None
 
     def on_train_begin(self, logs=None):
@@ -172,9 +174,8 @@ class LearningRateWarmupCallback(Callback):
                 f"momentum_correction must be False or None for {type(optimizer).__name__}, got "
                 f"{self.momentum_correction}: its momentum is a constant of the compiled step; leave it out"
             )
-        if not self.steps_per_epoch:
-            self.steps_per_epoch = self.params.get("steps")
-        if not self.steps_per_epoch:
+        self._steps = self.steps_per_epoch or self.params.get("steps")
+        if not self._steps:
             raise ValueError(
                 "steps_per_epoch must be a number, got None, where Keras does not know how many batches the "
                 "data has; give it to LearningRateWarmupCallback"
@@ -187,7 +188,9 @@ class LearningRateWarmupCallback(Callback):
         if self.current_epoch >= self.warmup_epochs:
             return
         workers = collectives.HorovodComm(self.process_set).size()
-        progress = (self.current_epoch + (batch + 1) / self.steps_per_epoch) / self.warmup_epochs
+        # Keras calls once for all steps of an execution, with the first one's number.
+        done = max(batch + 1, min(batch + steps_per_execution(self.model), self._steps))
+        progress = (self.current_epoch + done / self._steps) / self.warmup_epochs
         self._set(self.initial_lr / workers * (1 + (workers - 1) * progress))
 
     def _set(self, learning_rate):

@@ -57,7 +57,7 @@ class Reducing(_KerasOptimizer):
         steps = self.gradient_accumulation_steps
         if not steps:
             return super()._backend_apply_gradients(grads, trainable_variables)
-        with self._hvd8bit.at_boundary(trainable_variables, self._iterations) as calls:
+        with self._hvd8bit.at_boundary(trainable_variables, self._iterations, passes=steps) as calls:
             super()._backend_apply_gradients(grads, trainable_variables)
         # In a graph both branches are traced. Should a Keras work otherwise, stop here.
         if len(calls) != 1 and (tf.inside_function() or (int(self._iterations) + 1) % steps == 0):

@@ -40,11 +40,11 @@ class Reduction:
             raise ValueError(f"local variables must be variables, got {variable!r} of type {type(variable).__name__}")
         self._local_variables.append(variable)
 
-    def reduce(self, gradients, variables, step) -> list:
+    def reduce(self, gradients, variables, step, passes: int = 1) -> list:
         """The gradients of all workers, reduced. None stays None, IndexedSlices stay IndexedSlices.
 
         Of a variable of which each worker has a part of its own (`hvd8bit.parallel`) the gradient stays as it is.
-        `step` is the optimizer's count of steps.
+        `step` is the optimizer's count of steps, or of so many passes for each.
         """
         gradients, variables = list(gradients), list(variables)
         if len(gradients) != len(variables):
@@ -64,6 +64,7 @@ class Reduction:
             scope=self.scope,
             variables=[variables[i] for i in shared],
             step=step,
+            passes=passes,
             observer=self.observer,
             **self._arguments,
         )
@@ -106,10 +107,10 @@ class Reduction:
             self._thread.done = before
 
     @contextlib.contextmanager
-    def at_boundary(self, variables, step):
+    def at_boundary(self, variables, step, passes: int):
         """Inside, `reduce_pending` reduces gradients of these variables. Yields a list of its calls."""
         calls: list[int] = []
-        self._thread.pending = (list(variables), step, calls)
+        self._thread.pending = (list(variables), step, passes, calls)
         try:
             yield calls
         finally:
@@ -120,9 +121,9 @@ class Reduction:
         pending = getattr(self._thread, "pending", None)
         if pending is None:
             return gradients
-        variables, step, calls = pending
+        variables, step, passes, calls = pending
         calls.append(len(gradients))
-        reduced = self.reduce(gradients, variables, step)
+        reduced = self.reduce(gradients, variables, step, passes)
         if self.passes_factor == 1:
             return reduced
         # Keras has divided by the number of passes; Horovod's default is their sum.

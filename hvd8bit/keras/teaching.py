@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import keras
 
-from hvd8bit.keras.keras3_class import Reducing, do_not_convert, is_distributed, listed
+from hvd8bit.keras.keras3_class import Reducing, carry_state, do_not_convert, is_distributed, listed
 
 
 def teach_loss_scale_optimizer() -> None:
-    """Makes LossScaleOptimizer judge what all workers have, where its inner optimizer is ours."""
+    """Makes LossScaleOptimizer judge what all workers have, where its inner optimizer is ours; copies reduce, too."""
     cls = keras.optimizers.LossScaleOptimizer
-    plain_apply, plain_check_finite = cls.apply, cls.check_finite
+    plain_apply, plain_check_finite, plain_reduce = cls.apply, cls.check_finite, cls.__reduce__
     if hasattr(plain_apply, "_hvd8bit"):
         return
 
@@ -44,8 +45,23 @@ def teach_loss_scale_optimizer() -> None:
             finite = inner._hvd8bit.agree(finite)
         return finite
 
+    @functools.wraps(plain_reduce)
+    def reduce(self):
+        inner = self.inner_optimizer
+        return inner.__reduce__() if isinstance(inner, Reducing) else plain_reduce(self)
+
+    def copied(self, memo=None):
+        inner = self.inner_optimizer
+        if not isinstance(inner, Reducing):
+            make, arguments = plain_reduce(self)[:2]
+            return make(*arguments)
+        new = type(self)(**{**self.get_config(), "inner_optimizer": copy.copy(inner)})
+        carry_state(self, new)
+        return new
+
     apply._hvd8bit = True  # type: ignore[attr-defined]
     cls.apply, cls.check_finite = apply, check_finite
+    cls.__reduce__, cls.__copy__, cls.__deepcopy__ = reduce, copied, copied
 
 
 def teach_auto_jit_compile() -> None:

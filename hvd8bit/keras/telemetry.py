@@ -24,7 +24,8 @@ class TelemetryCallback(Callback):
     """Logs the exchange of gradients to TensorBoard: bytes, time, and per layer what rounding does.
 
     For models whose optimizer is `hvd8bit.keras.DistributedOptimizer`. Give it to `fit` on all workers, with the same
-    arguments, or on none; rank 0 writes. In each step it logs
+    arguments, or on none; rank 0 writes. Not in elastic jobs. A `fit` that an exception has ended leaves it at work:
+    call its `on_train_end()`. In each step (with steps_per_execution, the mean of an execution's) it logs
 
     * hvd8bit/bytes_sent: what this worker sent, headers and uncompressed gradients included;
     * hvd8bit/bytes_saved: how much more it would have sent had no gradient been encoded;
@@ -57,7 +58,13 @@ class TelemetryCallback(Callback):
             )
         self.log_dir = log_dir
         self.errors_every = errors_every
+        if collectives.elastic():
+            raise ValueError(
+                "TelemetryCallback cannot look on in an elastic job, where workers that join have not built its step; "
+                "leave it out there"
+            )
         self._writer: Any = None
+        self._step = 0
 
     def set_model(self, model):
         """Called by Keras before it builds the step."""
@@ -76,22 +83,24 @@ class TelemetryCallback(Callback):
         if collectives.running_rank() == 0:
             self._writer = tf.summary.create_file_writer(self.log_dir)
         self._seen = self._observer.totals()
-        self._began = time.perf_counter()
+        self._step = max(self._step, int(self.model.optimizer.iterations))
+        self._first, self._began = 0, time.perf_counter()
 
     def on_train_batch_begin(self, batch, logs=None):
-        self._began = time.perf_counter()
+        self._first, self._began = batch, time.perf_counter()
 
     def on_train_batch_end(self, batch, logs=None):
         before, self._seen = self._seen, self._observer.totals()
         took = time.perf_counter() - self._began
+        steps = batch - self._first + 1  # of an execution
+        self._step += steps
         if self._writer is None:
             return
-        step = int(self.model.optimizer.iterations)
-        with self._writer.as_default(step=step):
+        with self._writer.as_default(step=self._step):
             seconds = self._seen.seconds - before.seconds
-            tf.summary.scalar("hvd8bit/bytes_sent", self._seen.sent_bytes - before.sent_bytes)
-            tf.summary.scalar("hvd8bit/bytes_saved", self._seen.saved_bytes - before.saved_bytes)
-            tf.summary.scalar("hvd8bit/exchange_seconds", seconds)
+            tf.summary.scalar("hvd8bit/bytes_sent", (self._seen.sent_bytes - before.sent_bytes) / steps)
+            tf.summary.scalar("hvd8bit/bytes_saved", (self._seen.saved_bytes - before.saved_bytes) / steps)
+            tf.summary.scalar("hvd8bit/exchange_seconds", seconds / steps)
             tf.summary.scalar("hvd8bit/exchange_share", seconds / took)
             if self._seen.samples > before.samples:
                 for name, error in self._observer.errors().items():

@@ -199,6 +199,25 @@ def test_warmup(hvd, scaled, capsys):
     assert ("warm-up has ended at 0.8" in capsys.readouterr().out) == (hvd.rank() == 0)
 
 
+@pytest.mark.parametrize("several", [2, 3, 4])
+def test_warmup_by_executions_of_several_steps(hvd, several):
+    model = seeded_model(hvd)
+    model.compile(DistributedOptimizer(keras.optimizers.SGD(7.0)), loss="mse", steps_per_execution=several)
+    warmup = callbacks.LearningRateWarmupCallback(initial_lr=0.8, warmup_epochs=2)
+    history = model.fit(*own_data(hvd), batch_size=4, epochs=3, callbacks=[warmup], verbose=0).history
+    n = hvd.size()
+    np.testing.assert_allclose(history["learning_rate"], [0.4 / n * (n + 1), 0.8, 0.8], rtol=1e-6)
+
+
+def test_warmup_with_other_data(hvd):
+    model = seeded_model(hvd)
+    model.compile(DistributedOptimizer(keras.optimizers.SGD(7.0)), loss="mse")
+    warmup = callbacks.LearningRateWarmupCallback(initial_lr=0.8, warmup_epochs=1)
+    for batch_size in (8, 4):
+        history = model.fit(*own_data(hvd), batch_size=batch_size, callbacks=[warmup], verbose=0).history
+        np.testing.assert_allclose(history["learning_rate"], [0.8], rtol=1e-6)
+
+
 def test_warmup_refuses_what_it_cannot_do(hvd):
     model = seeded_model(hvd)
     x, y = own_data(hvd)

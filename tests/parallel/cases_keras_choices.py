@@ -68,7 +68,7 @@ def test_rules_by_variable(hvd):
 
 @pytest.mark.parametrize(("passes", "scaled"), [(1, False), (2, True)], ids=["", "accumulation-and-loss-scaling"])
 def test_compression_starts_at_a_step(hvd, passes, scaled):
-    def train(compression, steps):
+    def train(compression, updates):
         keras.backend.clear_session()
         keras.utils.set_random_seed(7)
         model = small_model()
@@ -76,14 +76,15 @@ def test_compression_starts_at_a_step(hvd, passes, scaled):
             keras.optimizers.SGD(0.1), compression=compression, backward_passes_per_step=passes
         )
         model.compile(keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer, loss="mse")
-        for _ in range(steps):
+        for _ in range(passes * updates):
             model.train_on_batch(*own_data(hvd))
+        assert int(model.optimizer.iterations) == updates
         assert_replicas_equal(hvd, model.weights)
         return [np.array(weight) for weight in model.weights]
 
     late = hvd8bit.EightBit(select=hvd8bit.Selection(start_step=2, min_elements=0))
-    for steps, equal in ((2, True), (4, hvd.size() == 1)):
-        ours, plain = train(late, steps), train(hvd.Compression.none, steps)
+    for updates, equal in ((2, True), (3, hvd.size() == 1)):
+        ours, plain = train(late, updates), train(hvd.Compression.none, updates)
         assert all(np.array_equal(a, b) for a, b in zip(ours, plain)) == equal
         assert all(np.allclose(a, b, atol=0.05) for a, b in zip(ours, plain))
 
@@ -227,6 +228,26 @@ def test_telemetry(hvd, tmp_path, eager, scaled):
     for values in errors.values():
         assert [step for step, _ in values] == [1, 4, 7]
         assert all(1e-4 < error < 0.03 for _, error in values)
+
+
+def test_telemetry_counts_batches(hvd, tmp_path):
+    def sent(name, passes=1, **settings):
+        log_dir = tmp_path / f"{name}{hvd.rank()}"
+        telemetry = callbacks.TelemetryCallback(str(log_dir), errors_every=0)
+        for _ in range(2):
+            optimizer = DistributedOptimizer(keras.optimizers.SGD(0.01), backward_passes_per_step=passes)
+            fit(hvd, small_model(), optimizer, [telemetry], **settings)  # 4 steps
+        return sorted(logged(log_dir).get("hvd8bit/bytes_sent", []))
+
+    alone, executions = sent("alone"), sent("execution", steps_per_execution=2)
+    accumulated = sent("accumulation", passes=2)
+    if hvd.rank() or hvd.size() == 1:
+        return
+    once = alone[0][1]
+    assert once > 0
+    assert alone == [(step, once) for step in range(1, 9)]
+    assert executions == [(step, once) for step in (2, 4, 6, 8)]
+    assert accumulated == [(step, once * (step % 2 == 0)) for step in range(1, 9)]
 
 
 def graph_of_step(model, hvd) -> str:

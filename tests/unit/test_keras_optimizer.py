@@ -111,9 +111,30 @@ def test_copies_reduce_too(workers, duplicate):
     assert int(optimizer.iterations.value) == 2
 
 
-def test_pickling_would_lose_the_reduction():
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def test_copies_with_loss_scaling_reduce_too(workers, duplicate):
+    plain = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.Adam(0.5), initial_scale=8.0, dynamic_growth_steps=7, name="mine"
+    )
+    optimizer, variables = DistributedOptimizer(plain), variables_of()
+    steps(duplicate(optimizer), variables, 1)  # not built
+    steps(optimizer, variables, 2)
+    copied = duplicate(optimizer)
+    assert (copied.initial_scale, copied.dynamic_growth_steps, copied.name) == (8.0, 7, "mine")
+    for ours, theirs in zip(copied.variables, optimizer.variables, strict=True):
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
+    steps(copied, variables, 1)
+    assert len(workers.calls) == 4
+    assert int(optimizer.iterations.value) == 2
+    # Others are copied and pickled by Keras, as ever.
+    assert duplicate(plain).name == pickle.loads(pickle.dumps(plain)).name == "mine"
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "loss-scaling"])
+def test_pickling_would_lose_the_reduction(scaled):
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0))
     with pytest.raises(TypeError, match="cannot be pickled; pickle the plain optimizer, and wrap it on each worker"):
-        pickle.dumps(DistributedOptimizer(keras.optimizers.SGD(1.0)))
+        pickle.dumps(keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer)
 
 
 # ---- what is carried over ----
@@ -188,6 +209,7 @@ def test_arguments_reach_the_reduction(workers):
     assert arguments.pop("step") is optimizer.iterations
     assert arguments == {
         "observer": None,
+        "passes": 1,
         "compression": fp16,
         "op": hvd.Sum,
         "gradient_predivide_factor": 2.0,
@@ -461,6 +483,12 @@ def test_telemetry_without_tensorboard_is_refused_on_every_worker(monkeypatch, t
     monkeypatch.setattr(telemetry.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="not installed: pip install tensorboard"):
         telemetry.TelemetryCallback(str(tmp_path))
+
+
+def test_telemetry_is_refused_in_an_elastic_job(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    with pytest.raises(ValueError, match=r"TelemetryCallback cannot look on in an elastic job.*leave it out there"):
+        hvd8bit.keras.callbacks.TelemetryCallback(str(tmp_path))
 
 
 def test_a_tape_refuses_a_local_layer_without_weights_yet():
