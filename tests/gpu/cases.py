@@ -6,6 +6,7 @@ The same cases run on a GPU (check.py) and on emulated CUDA (tests/unit/test_cud
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable
 
@@ -140,6 +141,19 @@ def _same(got: np.ndarray, expected: np.ndarray, what: str) -> None:
     )
 
 
+def _pointers(arrays: Sequence[np.ndarray]) -> list[int]:
+    return [array.ctypes.data for array in arrays]
+
+
+def _refusal(call: Callable[..., None], *arguments) -> str:
+    """The message of the ValueError, or ""."""
+    try:
+        call(*arguments)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 # ------------------------------------------------------------------------------------------------------- the cases
 
 
@@ -248,12 +262,38 @@ def chunks_that_do_not_fit(device: Device) -> None:
             assert np.all(np.isnan(sum_[-4 * blocks :].view(np.float32)))
             assert np.array_equal(sum_[:HEADER_BYTES], payload[first : first + HEADER_BYTES])
             assert "reduce_shards: the chunk from worker 1 " in ours.report()
-    refusal = ""
-    try:
-        ours.decode([device.memory.address(held)], [first + second - 1], [device.memory.address(out)])
-    except ValueError as error:
-        refusal = str(error)
+    refusal = _refusal(ours.decode, [device.memory.address(held)], [first + second - 1], [device.memory.address(out)])
     assert "payload is truncated or oversized" in refusal, f"a truncated payload was decoded: {refusal}"
+
+
+def owners_of_chunks_that_do_not_fit(device: Device) -> None:
+    """The host hears of a reduced chunk in the scalar back end's words: of the worker that it had to come from,
+    whichever slice, launch or dtype it is in, and whatever it says of itself.
+    """
+    for like, shards, slices in (
+        ([("float32", 8192)], 2, 2),
+        ([("float32", 6400)], 50, 1),  # more chunks than one launch takes
+        ([("float32", 4096), ("float64", 4096)], 4, 1),  # some chunks are in one dtype's launch alone
+        ([("float16", 3200), ("float32", 0), ("bfloat16", 3200)], 50, 3),
+        ([("float64", 100)], 5, 2),  # empty chunks
+    ):
+        encoding = Encoding(block_size=64)
+        ours, theirs = device.both(like, shards, encoding, slices)
+        tensors = [np.ones(count, DTYPES[dtype]) for dtype, count in like]
+        payloads = [device.encode(tensors, shards, encoding, slices, slice_) for slice_ in range(slices)]
+        sizes = [len(payload) for payload in payloads]
+        out = [device.memory.put(_bytes(tensor)) for tensor in tensors]
+        for slice_, worker in itertools.product(range(slices), {0, 1, shards // 2, shards - 1}):
+            for byte in (6, 16, 20, 36):  # data type, shard, slice, blocks
+                damaged = [payload.copy() for payload in payloads]
+                damaged[slice_][sum(theirs.chunk_bytes(slice_)[:worker]) + byte] ^= 1
+                expected = _refusal(theirs.decode, _pointers(damaged), sizes, _pointers(tensors))
+                held = [device.memory.put(payload) for payload in damaged]
+                ours.decode(list(map(device.memory.address, held)), sizes, list(map(device.memory.address, out)))
+                device.memory.get(out[0])  # when the work is done
+                told = ours.report()
+                assert expected.startswith(f"the chunk from worker {worker} ")
+                assert told.startswith(f"decode_list: {expected} (found by the GPU"), f"{told!r} is not {expected!r}"
 
 
 def stochastic_rounding(device: Device) -> None:
@@ -276,4 +316,5 @@ def cases(random_count: int, mantissa_step: int = 1) -> Iterator[tuple[str, Call
     yield "stochastic rounding", stochastic_rounding
     yield "long lists, many chunks", long_lists
     yield "chunks that do not fit", chunks_that_do_not_fit
+    yield "owners of chunks that do not fit", owners_of_chunks_that_do_not_fit
     yield f"{random_count:,} random floats", lambda device: random_floats(device, random_count)

@@ -38,6 +38,14 @@ def test_decode_makes_nan_of_a_chunk_that_does_not_fit_and_the_next_op_says_why(
     ops.encode_list([X], 2, ENCODING)  # once
 
 
+def test_the_worker_is_named_whose_slice_does_not_fit():
+    payloads = [ops.encode_list([X], 2, ENCODING, slices=2, slice_=slice_)[0] for slice_ in range(2)]
+    for at in (6, 16):  # data type, shard: worker 0's slice is the third of four chunks
+        ops.decode_list([payloads[0], damaged(payloads[1], at)], [X], 2, ENCODING)
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"DecodeList.*: the chunk from worker 0 "):
+            ops.encode_list([X], 2, ENCODING)
+
+
 def test_a_sum_with_a_chunk_that_does_not_fit_is_nan_for_everyone():
     payload, splits = ops.encode_list([X], 2, ENCODING)
     first = payload[: splits[0]]

@@ -114,7 +114,7 @@ struct ShardsLoader {
     const auto data_of = [&](int64_t worker) { return a.sent + worker * a.sent_bytes; };
     const bool refused = __syncthreads_or(HeadersDiffer(a, a.shards, chunk_of, data_of));
     if (refused && blockIdx.x == 0 && threadIdx.x == 0) {
-      ReportFirst(a, a.shards, chunk_of, data_of);
+      ReportFirst(a, a.shards, chunk_of, data_of, [](int64_t worker) { return worker; });
     }
     return refused;
   }
@@ -360,7 +360,7 @@ __global__ void __launch_bounds__(kThreads) DecodeKernel(const __grid_constant__
     const auto chunk_of = [&](int64_t k) { return a.chunk[k]; };
     const auto data_of = [&](int64_t k) -> const uint8_t* { return a.chunk[k].data; };
     if (__syncthreads_or(HeadersDiffer(a, a.chunks, chunk_of, data_of)) && threadIdx.x == 0) {
-      ReportFirst(a, a.chunks, chunk_of, data_of);
+      ReportFirst(a, a.chunks, chunk_of, data_of, [&](int64_t k) { return a.chunk[k].shard; });
     }
   }
 

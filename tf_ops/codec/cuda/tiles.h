@@ -86,9 +86,10 @@ __device__ bool HeadersDiffer(const Arguments& a, int64_t count, ChunkOf chunk_o
   return differ;
 }
 
-// Tells the host of the first chunk that differs. One thread.
-template <typename ChunkOf, typename DataOf>
-__device__ void ReportFirst(const Arguments& a, int64_t count, ChunkOf chunk_of, DataOf data_of) {
+// Tells the host of the first chunk that differs, which worker_of(k) had to send. One thread.
+template <typename ChunkOf, typename DataOf, typename WorkerOf>
+__device__ void ReportFirst(const Arguments& a, int64_t count, ChunkOf chunk_of, DataOf data_of,
+                            WorkerOf worker_of) {
   if (a.report == nullptr || a.report->set != 0) {
     return;
   }
@@ -101,7 +102,7 @@ __device__ void ReportFirst(const Arguments& a, int64_t count, ChunkOf chunk_of,
       differ |= expected[i] != received[i];
     }
     if (differ) {
-      a.report->worker = static_cast<int32_t>(k);
+      a.report->worker = static_cast<int32_t>(worker_of(k));
       memcpy(&a.report->expected, expected, sizeof expected);
       memcpy(&a.report->received, received, sizeof received);
       __threadfence_system();
