@@ -15,6 +15,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -113,11 +114,18 @@ def outdated(target: Path, inputs: list[Path]) -> bool:
 
 
 def read_depfile(path: Path) -> list[Path]:
-    """The prerequisites that g++ -MMD wrote, relative to the repository."""
+    """The prerequisites that g++ or nvcc wrote with -MMD, relative to the repository."""
     if not path.exists():
         return []
     text = path.read_text().replace("\\\n", " ")
-    return [ROOT / name for name in text.partition(":")[2].split()]
+    prerequisites = "".join(re.split(r":\s", text, maxsplit=1)[1:])
+    return [ROOT / _without_escapes(name) for name in re.findall(r"(?:\\.|\S)+", prerequisites)]
+
+
+def _without_escapes(name: str) -> str:
+    """A file's name from its name in a makefile, where backslashes count before blanks and signs alone."""
+    name = re.sub(r"(\\*)\\([\s#:])", lambda escaped: escaped[1][::2] + escaped[2], name)
+    return name.replace("$$", "$")
 
 
 def remember(path: Path, text: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import runpy
 import shutil
 import subprocess
 import sys
@@ -102,6 +103,31 @@ def test_building_again_does_nothing():
     again = run(sys.executable, "setup.py", "-q", "build_ops")
     assert (again.returncode, again.stdout) == (0, "")
     assert library.stat().st_mtime_ns == made
+
+
+@pytest.mark.parametrize("compiler", ["g++", "nvcc"])
+def test_what_an_object_was_made_of_is_read_from_any_path(compiler, tmp_path):
+    """Of a checkout in a folder with such a name all would be compiled each time."""
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler} here")
+    # nvcc has a shell that takes the dollar for a variable.
+    folder = tmp_path / ("two words" if compiler == "nvcc" else r"two  words $x a#b c: d\e \ f")
+    folder.mkdir()
+    source = folder / ("source.cu" if compiler == "nvcc" else "source.cc")
+    headers = [folder / f"{name}.h" for name in ("plain", "a b", " c")]
+    for header in headers:
+        header.touch()
+    source.write_text("".join(f'#include "{header.name}"\n' for header in headers))
+    out = folder / "source.o"
+    compiled = run(compiler, "-MMD", "-c", str(source), "-o", str(out))
+    assert compiled.returncode == 0, compiled.stderr
+
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    found = setup["read_depfile"](out.with_suffix(".d"))
+    assert {source, *headers} <= set(found)
+    assert not setup["outdated"](out, found)
+    headers[1].unlink()
+    assert setup["outdated"](out, found)
 
 
 def test_building_without_tensorflow_says_so_in_one_line():
