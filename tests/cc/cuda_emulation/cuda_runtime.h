@@ -373,11 +373,26 @@ enum cudaError_t { cudaSuccess = 0, cudaErrorMemoryAllocation = 2 };
 using cudaStream_t = void*;
 enum : unsigned { cudaHostAllocPortable = 1, cudaHostAllocMapped = 2 };
 
-inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+namespace cuda_emulation {
+
+constexpr size_t kHostBytes = size_t{1} << 40;  // more is refused, before a sanitizer sees it
+
+inline cudaError_t& LastError() {
+  thread_local cudaError_t last_error = cudaSuccess;
+  return last_error;
+}
+
+}  // namespace cuda_emulation
+
+inline cudaError_t cudaGetLastError() {
+  const cudaError_t last_error = cuda_emulation::LastError();
+  cuda_emulation::LastError() = cudaSuccess;
+  return last_error;
+}
 inline const char* cudaGetErrorString(cudaError_t) { return "an emulated error"; }
 inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
-  *memory = std::malloc(bytes);
-  return *memory != nullptr ? cudaSuccess : cudaErrorMemoryAllocation;
+  *memory = bytes <= cuda_emulation::kHostBytes ? std::malloc(bytes) : nullptr;
+  return *memory != nullptr ? cudaSuccess : cuda_emulation::LastError() = cudaErrorMemoryAllocation;
 }
 inline cudaError_t cudaRuntimeGetVersion(int* version) { return *version = 0, cudaSuccess; }
 inline cudaError_t cudaDriverGetVersion(int* version) { return *version = 0, cudaSuccess; }

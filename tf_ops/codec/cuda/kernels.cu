@@ -470,6 +470,8 @@ int AllocateHostMemory(int64_t bytes, void** memory) {
   const cudaError_t error = cudaHostAlloc(memory, bytes, cudaHostAllocPortable | cudaHostAllocMapped);
   if (error == cudaSuccess) {
     memset(*memory, 0, bytes);
+  } else {
+    cudaGetLastError();  // or the next launch would return it
   }
   return static_cast<int>(error);
 }
