@@ -1,16 +1,18 @@
 """The codec through its C ABI, on the calling thread: for tests and benchmarks.
 
 `encode`, `decode` and `sum_and_encode` are the arithmetic of the CPU back ends, on NumPy arrays. `Lists` are the three
-steps of an exchange on pointers, of every back end, CUDA too.
+steps of an exchange on pointers, of every back end, CUDA too. The library cannot see how long an array is: what is
+not as long as the other arguments make it is refused here, with a ValueError.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Callable
+from typing import Any, Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from hvd8bit import native, wire
 from hvd8bit.encoding import Encoding
@@ -33,9 +35,8 @@ def encode(backend: str, x: np.ndarray, encoding: Encoding, out: Encoded | None 
 
 def encoder(backend: str, x: np.ndarray, encoding: Encoding, out: Encoded, seed: int = 0) -> Call:
     """The call that `encode` makes."""
-    codes, scales = out
     return _call(
-        [x, codes, scales],
+        [x, out],
         native.c_library().hvd8bit_encode,
         backend.encode(),
         encoding.data_type.encode(),
@@ -43,10 +44,9 @@ def encoder(backend: str, x: np.ndarray, encoding: Encoding, out: Encoded, seed:
         ctypes.c_float(encoding.fixed_scale),
         *_rounding(encoding, seed),
         wire.DTYPE_IDS[x.dtype.name],
-        _pointer(x),
+        _pointer("x", x, x.dtype, x.size),
         ctypes.c_int64(x.size),
-        _pointer(codes),
-        _pointer(scales),
+        *_pointers("out's ", out, x.size, encoding),
     )
 
 
@@ -70,11 +70,10 @@ def decoder(
         encoding.data_type.encode(),
         ctypes.c_int64(encoding.block_size or 0),
         wire.DTYPE_IDS[out.dtype.name],
-        _pointer(codes),
-        _pointer(scales),
+        *_pointers("", (codes, scales), codes.size, encoding),
         ctypes.c_int64(codes.size),
         int(stream),
-        _pointer(out),
+        _pointer("out", out, out.dtype, codes.size),
     )
 
 
@@ -87,7 +86,8 @@ def sum_and_encode(backend: str, encoded: Sequence[Encoded], encoding: Encoding,
 
 def adder(backend: str, encoded: Sequence[Encoded], encoding: Encoding, out: Encoded, seed: int = 0) -> Call:
     """The call that `sum_and_encode` makes."""
-    pointers = ctypes.c_void_p * len(encoded)
+    size = encoded[0][0].size
+    codes, scales = zip(*(_pointers(f"encoded[{k}]'s ", pair, size, encoding) for k, pair in enumerate(encoded)))
     return _call(
         [*encoded, out],
         native.c_library().hvd8bit_sum_and_encode,
@@ -97,11 +97,10 @@ def adder(backend: str, encoded: Sequence[Encoded], encoding: Encoding, out: Enc
         ctypes.c_float(encoding.fixed_scale),
         *_rounding(encoding, seed),
         ctypes.c_int64(len(encoded)),
-        pointers(*(codes.ctypes.data for codes, _ in encoded)),
-        pointers(*(scales.ctypes.data for _, scales in encoded)),
-        ctypes.c_int64(encoded[0][0].size),
-        _pointer(out[0]),
-        _pointer(out[1]),
+        (ctypes.c_void_p * len(codes))(*codes),
+        (ctypes.c_void_p * len(scales))(*scales),
+        ctypes.c_int64(size),
+        *_pointers("out's ", out, size, encoding),
     )
 
 
@@ -154,7 +153,8 @@ class Lists:
       stream: a cudaStream_t as a number; work is queued on it, not waited for.
       seed: of stochastic rounding.
 
-    All methods raise ValueError with the library's message.
+    All methods raise ValueError: with the library's message, or where addresses or sizes are not as many as the list
+    has vectors, shards or slices.
     """
 
     def __init__(
@@ -194,18 +194,22 @@ class Lists:
 
     def encode(self, tensors: Sequence[int], payload: int, slice_: int = 0) -> None:
         """Encodes one slice of all chunks: from the addresses of the vectors to that of sum(chunk_bytes) bytes."""
-        self._call("encode_list", slice_, _addresses(tensors), ctypes.c_void_p(payload))
+        self._call(
+            "encode_list",
+            slice_,
+            _entries(ctypes.c_void_p, "tensors", tensors, "vectors", self._list.count),
+            ctypes.c_void_p(payload),
+        )
 
     def reduce(self, shard: int, payload: int, sent: Sequence[int], reduced: int, slice_: int = 0) -> None:
         """Adds what the workers sent for a chunk, `sent` bytes each, and encodes the sum into chunk_bytes[shard]."""
-        sizes = (ctypes.c_int64 * len(sent))(*sent)
         self._call(
             "reduce_shards",
             slice_,
             ctypes.c_int64(shard),
             ctypes.c_void_p(payload),
             ctypes.c_int64(sum(sent)),
-            sizes,
+            _entries(ctypes.c_int64, "sent", sent, "shards", self._list.shards),
             ctypes.c_void_p(reduced),
         )
 
@@ -214,10 +218,10 @@ class Lists:
         self._call(
             "decode_list",
             0,
-            _addresses(payloads),
-            (ctypes.c_int64 * len(sizes))(*sizes),
+            _entries(ctypes.c_void_p, "payloads", payloads, "slices", self._list.slices),
+            _entries(ctypes.c_int64, "sizes", sizes, "slices", self._list.slices),
             ctypes.c_double(factor),
-            _addresses(out),
+            _entries(ctypes.c_void_p, "out", out, "vectors", self._list.count),
         )
 
     def report(self) -> str:
@@ -229,13 +233,25 @@ class Lists:
         _check(getattr(self._library, f"hvd8bit_{name}")(ctypes.byref(self._list), *arguments))
 
 
-def _addresses(addresses: Sequence[int]):
-    return (ctypes.c_void_p * len(addresses))(*addresses)
+def _entries(kind: Any, name: str, values: Sequence[int], of: str, count: int) -> ctypes.Array:
+    if len(values) != count:
+        raise ValueError(f"{name} must have one entry for each of the list's {count} {of}, got {len(values)}")
+    return (kind * count)(*values)
 
 
-def _pointer(array: np.ndarray) -> ctypes.c_void_p:
+def _pointers(whose: str, encoded: Encoded, elements: int, encoding: Encoding) -> tuple[ctypes.c_void_p, ...]:
+    codes, scales = encoded
+    return (
+        _pointer(f"{whose}codes", codes, np.uint8, elements),
+        _pointer(f"{whose}scales", scales, np.float32, blocks(elements, encoding)),
+    )
+
+
+def _pointer(name: str, array: np.ndarray, dtype: npt.DTypeLike, size: int) -> ctypes.c_void_p:
+    if array.dtype != dtype or array.size != size:
+        raise ValueError(f"{name} must be {np.dtype(dtype)} [{size}], got {array.dtype} [{array.size}]")
     if not array.flags.c_contiguous:
-        raise ValueError("arrays must be contiguous; take a copy")
+        raise ValueError(f"{name} must be contiguous; take a copy")
     return ctypes.c_void_p(array.ctypes.data)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from codec_inputs import BLOCK_SIZES, DTYPES, INPUTS, SCALINGS, as_dtype, assert_same_numbers, million
@@ -115,3 +117,69 @@ def test_wrong_arguments_are_named():
         c_api.encode("sse9", x, Encoding())
     with pytest.raises(ValueError, match="contiguous"):
         c_api.encode("scalar", np.ones(8, np.float32)[::2], Encoding())
+
+
+LIKE = [("float32", 500), ("float64", 100)]
+
+
+@pytest.mark.parametrize(
+    ("step", "argument", "wrong", "message"),
+    [
+        ("encode", "tensors", (1, 3), "tensors must have one entry for each of the list's 2 vectors, got "),
+        ("reduce", "sent", (2, 4), "sent must have one entry for each of the list's 3 shards, got "),
+        ("decode", "payloads", (3, 5), "payloads must have one entry for each of the list's 4 slices, got "),
+        ("decode", "sizes", (3, 5), "sizes must have one entry for each of the list's 4 slices, got "),
+        ("decode", "out", (1, 3), "out must have one entry for each of the list's 2 vectors, got "),
+    ],
+)
+def test_lists_refuse_other_lengths_than_their_own(step, argument, wrong, message):
+    """The library would read behind the arrays of addresses and sizes."""
+    lists = c_api.Lists("scalar", LIKE, 3, Encoding(block_size=64), slices=4)
+    tensors = [np.ones(count, dtype) for dtype, count in LIKE]
+    addresses = [tensor.ctypes.data for tensor in tensors]
+    payloads = []
+    for slice_ in range(4):
+        payloads.append(np.empty(sum(lists.chunk_bytes(slice_)), np.uint8))
+        lists.encode(addresses, payloads[-1].ctypes.data, slice_)
+    size = lists.chunk_bytes()[0]
+    sent, reduced = np.concatenate([payloads[0][:size]] * 4), np.empty(size, np.uint8)
+    good = {
+        "encode": {"tensors": addresses, "payload": payloads[0].ctypes.data},
+        "reduce": {"shard": 0, "payload": sent.ctypes.data, "sent": [size] * 3, "reduced": reduced.ctypes.data},
+        "decode": {
+            "payloads": [payload.ctypes.data for payload in payloads],
+            "sizes": [payload.size for payload in payloads],
+            "out": addresses,
+        },
+    }[step]
+    getattr(lists, step)(**good)
+    for length in wrong:
+        with pytest.raises(ValueError, match=re.escape(f"{message}{length}")):
+            getattr(lists, step)(**{**good, argument: (good[argument] * 2)[:length]})
+
+
+def test_arrays_of_other_sizes_are_refused():
+    encoding, x = Encoding(block_size=64), np.ones(200, np.float32)
+    codes, scales = good = c_api.encode("scalar", x, encoding)
+    few_codes, few_scales = (codes[1:], scales), (codes, scales[1:])
+    for call, arguments, message in (
+        (c_api.encode, (x, encoding, few_codes), "out's codes must be uint8 [200], got uint8 [199]"),
+        (c_api.encode, (x, encoding, few_scales), "out's scales must be float32 [4], got float32 [3]"),
+        (c_api.decode, (*few_scales, encoding), "scales must be float32 [4], got float32 [3]"),
+        (c_api.decode, (x, scales, encoding), "codes must be uint8 [200], got float32 [200]"),
+        (c_api.decoder, (*good, encoding, x[1:]), "out must be float32 [200], got float32 [199]"),
+        (
+            c_api.sum_and_encode,
+            ([good, few_codes], encoding),
+            "encoded[1]'s codes must be uint8 [200], got uint8 [199]",
+        ),
+        (
+            c_api.sum_and_encode,
+            ([good, few_scales], encoding),
+            "encoded[1]'s scales must be float32 [4], got float32 [3]",
+        ),
+        (c_api.sum_and_encode, ([(codes.repeat(2)[::2], scales)], encoding), "encoded[0]'s codes must be contiguous"),
+        (c_api.adder, ([good], encoding, few_scales), "out's scales must be float32 [4], got float32 [3]"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call("scalar", *arguments)
