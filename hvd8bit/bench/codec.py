@@ -7,6 +7,7 @@ runs; the back ends and memcpy take turns, so that a busy machine slows all of t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import statistics
 import time
@@ -101,21 +102,49 @@ def run(
 
 
 def _verify(encoding: Encoding) -> None:
-    x = np.random.default_rng(0).standard_normal(40_000).astype(np.float32)
+    """Compares with the reference what is timed, kernel by kernel."""
+    x = codec_ops.numbers(40_000)
+    right = _right(x, encoding)
+    for backend in native.runnable_backends():
+        for stream in (False, True):
+            out = codec_ops.empty(x.size, np.float32)
+            for kernel, (call, results) in _kernels(backend, encoding, x, out, stream).items():
+                for result in results:
+                    result.view(np.uint8)[:] = 0xA5  # a call that writes nothing must not find the right bytes here
+                call()
+                if not all(np.array_equal(got, wanted) for got, wanted in zip(results, right[kernel])):
+                    raise RuntimeError(
+                        f"{kernel}: back end {backend} gives other bytes than the reference for {encoding}, "
+                        f"stream={stream}"
+                    )
+
+
+def _right(x: np.ndarray, encoding: Encoding) -> dict[str, tuple[np.ndarray, ...]]:
+    """By kernel of `_kernels` what the reference writes."""
     size = encoding.block_size or x.size
-    blocks = [reference.encode_block(x[i : i + size], encoding) for i in range(0, x.size, size)]
-    codes = np.concatenate([codes for codes, _ in blocks])
-    numbers = np.concatenate([reference.decode_block(c, scale, encoding.data_type) for c, scale in blocks])
-    for backend in native.runnable_backends():
-        got, scales = c_api.encode(backend, x, encoding)
-        decoded = c_api.decode(backend, got, scales, encoding)
-        if not (np.array_equal(got, codes) and np.array_equal(decoded, numbers)):
-            raise RuntimeError(f"back end {backend} gives other bytes than the reference for {encoding}")
-    random = dataclasses.replace(encoding, rounding="stochastic")
-    right = [reference.encode_block(x[i : i + size], random, place=i)[0] for i in range(0, x.size, size)]
-    for backend in native.runnable_backends():
-        if not np.array_equal(c_api.encode(backend, x, random)[0], np.concatenate(right)):
-            raise RuntimeError(f"back end {backend} gives other bytes than the reference for {random}")
+    starts = range(0, x.size, size)
+
+    def encoded(x, encoding):
+        pairs = [reference.encode_block(x[i : i + size], encoding, place=i) for i in starts]
+        return np.concatenate([codes for codes, _ in pairs]), np.array([scale for _, scale in pairs], np.float32)
+
+    def decoded(codes, scales):
+        blocks = [reference.decode_block(codes[i : i + size], s, encoding.data_type) for i, s in zip(starts, scales)]
+        return np.concatenate(blocks)
+
+    codes, scales = encoded(x, encoding)
+    total = functools.reduce(np.add, [decoded(*shard) for shard in _shards(codes, scales)])
+    return {
+        "encode": (codes, scales),
+        "encode stochastically": encoded(x, dataclasses.replace(encoding, rounding="stochastic")),
+        "decode": (decoded(codes, scales),),
+        "sum of 4 and re-encode": encoded(total, encoding),
+    }
+
+
+def _shards(codes: np.ndarray, scales: np.ndarray) -> list[c_api.Encoded]:
+    """What the sum adds: other numbers in each."""
+    return [(np.roll(codes, shard), scales) for shard in range(SHARDS)]
 
 
 def _time_all(placement, elements, data_types, block_size, repeats) -> Iterator[Timing]:
@@ -131,7 +160,8 @@ def _time_all(placement, elements, data_types, block_size, repeats) -> Iterator[
     for data_type in data_types:
         encoding = Encoding(data_type, block_size)
         for backend in native.runnable_backends():
-            kernels.update(_kernels(backend, encoding, x, out, stream=placement == "out of cache"))
+            found = _kernels(backend, encoding, x, out, stream=placement == "out of cache")
+            kernels.update({(kernel, backend, data_type): call for kernel, (call, _) in found.items()})
     kernels.update({(kernel, "bitsandbytes", ""): call for kernel, call in bitsandbytes.calls(x).items()})
     times = _interleaved(list(kernels.values()), elements, repeats)
     memcpy = statistics.median(times[0])
@@ -169,18 +199,19 @@ def _timing(kernel, backend, data_type, elements, placement, threads, seconds, m
     )
 
 
-def _kernels(backend: str, encoding: Encoding, x: np.ndarray, out: np.ndarray, stream: bool) -> dict:
+def _kernels(
+    backend: str, encoding: Encoding, x: np.ndarray, out: np.ndarray, stream: bool
+) -> dict[str, tuple[c_api.Call, tuple[np.ndarray, ...]]]:
+    """By kernel the call, and the arrays that it writes."""
     codes, scales = c_api.encode(backend, x, encoding)
     encoded, total, rounded = ((codec_ops.empty(codes.size, np.uint8), np.empty_like(scales)) for _ in range(3))
-    copies = [(codes.copy(), scales) for _ in range(SHARDS)]
     random = dataclasses.replace(encoding, rounding="stochastic")
-    calls = {
-        "encode": c_api.encoder(backend, x, encoding, encoded),
-        "encode stochastically": c_api.encoder(backend, x, random, rounded),
-        "decode": c_api.decoder(backend, codes, scales, encoding, out, stream),
-        "sum of 4 and re-encode": c_api.adder(backend, copies, encoding, total),
+    return {
+        "encode": (c_api.encoder(backend, x, encoding, encoded), encoded),
+        "encode stochastically": (c_api.encoder(backend, x, random, rounded), rounded),
+        "decode": (c_api.decoder(backend, codes, scales, encoding, out, stream), (out,)),
+        "sum of 4 and re-encode": (c_api.adder(backend, _shards(codes, scales), encoding, total), total),
     }
-    return {(kernel, backend, encoding.data_type): call for kernel, call in calls.items()}
 
 
 def _interleaved(kernels: list[Callable[[], object]], elements: int, repeats: int) -> list[list[float]]:

@@ -226,6 +226,26 @@ def test_codec_times_nothing_that_is_wrong(wrong, monkeypatch):
         codec.run({"in cache": 1000}, ("linear",), 64, 1)
 
 
+@pytest.mark.parametrize(
+    ("made_by", "idle", "kernel"),
+    [
+        ("encoder", lambda x, encoding, out, seed=0: encoding.rounding == "stochastic", "encode stochastically"),
+        ("decoder", lambda codes, scales, encoding, out, stream: not stream, "decode"),
+        ("decoder", lambda codes, scales, encoding, out, stream: stream, "decode"),
+        ("adder", lambda *_: True, "sum of 4 and re-encode"),
+    ],
+)
+def test_codec_times_nothing_that_does_nothing(made_by, idle, kernel, monkeypatch):
+    real = getattr(codec.c_api, made_by)
+    monkeypatch.setattr(
+        codec.c_api,
+        made_by,
+        lambda backend, *arguments: (lambda: None) if idle(*arguments) else real(backend, *arguments),
+    )
+    with pytest.raises(RuntimeError, match=f"^{kernel}: back end .+ gives other bytes than the reference"):
+        codec._verify(Encoding("dynamic_tree", 1024))
+
+
 def test_ops_that_cannot_be_timed_say_why():
     with pytest.raises(RuntimeError, match=r"(?s)could not be timed: .*data_type must be one of"):
         codec_ops.measure(10, "int4", 64, 1, 1)
