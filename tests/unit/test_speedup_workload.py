@@ -163,6 +163,80 @@ def test_keras_layers_by_hand(tmp_path):
         )
 
 
+def flops_of(layer, *shapes, keras) -> float:
+    from hvd8bit import keras_workload
+
+    inputs = [keras.Input(shape) for shape in shapes]
+    read = keras_workload.from_model(keras.Model(inputs, layer(*inputs)))
+    return sum(found.flops for found in read.layers)
+
+
+LSTM_STEP = 2 * (64 * 512 + 128 * 512)
+KERAS_FLOPS = {
+    "LSTM": (lambda k: k.LSTM(128), [(100, 64)], 100 * LSTM_STEP),
+    "LSTM, sequences": (lambda k: k.LSTM(128, return_sequences=True), [(100, 64)], 100 * LSTM_STEP),
+    "GRU": (lambda k: k.GRU(8), [(9, 4)], 9 * 2 * (4 * 24 + 8 * 24)),
+    "cells": (lambda k: k.RNN([k.LSTMCell(4), k.GRUCell(3)]), [(7, 8)], 7 * 2 * (16 * 12 + 9 * 7)),
+    "both ways": (lambda k: k.Bidirectional(k.LSTM(128)), [(100, 64)], 200 * LSTM_STEP),
+    "both ways, sequences": (
+        lambda k: k.Bidirectional(k.LSTM(128, return_sequences=True)),
+        [(100, 64)],
+        200 * LSTM_STEP,
+    ),
+    "ConvLSTM2D": (lambda k: k.ConvLSTM2D(4, 3, padding="same"), [(5, 6, 6, 2)], 5 * 36 * 2 * 9 * (2 + 4) * 16),
+    "Conv2D": (lambda k: k.Conv2D(8, 3, strides=2, padding="same", groups=2), [(8, 8, 4)], 2 * 16 * 9 * 2 * 8),
+    "Conv2DTranspose": (lambda k: k.Conv2DTranspose(32, 4, strides=4), [(8, 8, 64)], 4_194_304),
+    "Conv1DTranspose": (lambda k: k.Conv1DTranspose(3, 4, strides=4), [(8, 5)], 2 * 8 * 4 * 5 * 3),
+    "SeparableConv2D": (
+        lambda k: k.SeparableConv2D(8, 3, strides=2, padding="same"),
+        [(8, 8, 4)],
+        2 * 16 * (9 * 4 + 4 * 8),
+    ),
+    "DepthwiseConv2D": (lambda k: k.DepthwiseConv2D(3, padding="same"), [(8, 8, 4)], 2 * 64 * 9 * 4),
+    "PReLU": (lambda k: k.PReLU(), [(12, 12, 64)], 0),
+    "LayerNormalization": (lambda k: k.LayerNormalization(axis=(1, 2)), [(12, 16)], 0),
+    "BatchNormalization": (lambda k: k.BatchNormalization(), [(12, 12, 64)], 0),
+    "Embedding": (lambda k: k.Embedding(1000, 16), [(12,)], 0),
+    "Dense": (lambda k: k.Dense(5), [(7, 6)], 2 * 7 * 6 * 5),
+    "EinsumDense": (lambda k: k.EinsumDense("abc,cde->abde", (7, 4, 3)), [(7, 6)], 2 * 7 * 6 * 4 * 3),
+    "EinsumDense, ellipsis": (lambda k: k.EinsumDense("...x,xy->...y", 5), [(7, 6)], 2 * 7 * 6 * 5),
+    "each step's Dense": (lambda k: k.TimeDistributed(k.Dense(5)), [(7, 6)], 2 * 7 * 6 * 5),
+    "each step's transposed": (
+        lambda k: k.TimeDistributed(k.Conv2DTranspose(32, 4, strides=4)),
+        [(3, 8, 8, 64)],
+        3 * 4_194_304,
+    ),
+    "each step's LSTM": (lambda k: k.TimeDistributed(k.LSTM(128)), [(3, 100, 64)], 300 * LSTM_STEP),
+    "attention": (
+        lambda k: k.MultiHeadAttention(2, 3, value_dim=4),
+        [(7, 8), (5, 6)],
+        2 * (7 * (8 * 6 + 8 * 8) + 5 * (6 * 6 + 6 * 8) + 7 * 5 * (6 + 8)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", KERAS_FLOPS)
+@pytest.mark.parametrize("version", ["keras", "tf_keras"])
+def test_keras_flops(case, version):
+    keras = pytest.importorskip(version)
+    make, shapes, flops = KERAS_FLOPS[case]
+    assert flops_of(make(keras.layers), *shapes, keras=keras) == flops
+
+
+def test_a_model_at_each_step_and_a_wrapped_layer():
+    keras = pytest.importorskip("keras")
+    inner = keras.Sequential([keras.Input((8, 8, 64)), keras.layers.Conv2DTranspose(32, 4, strides=4)])
+    assert flops_of(keras.layers.TimeDistributed(inner), (3, 8, 8, 64), keras=keras) == 3 * 4_194_304
+    layer = keras.layers.SpectralNormalization(keras.layers.Conv2DTranspose(32, 4, strides=4))
+    assert flops_of(layer, (8, 8, 64), keras=keras) == 4_194_304
+
+
+def test_keras_sequence_of_unknown_length_is_refused():
+    keras = pytest.importorskip("keras")
+    with pytest.raises(ValueError, match=r"the input of layer 'lstm' has no known size, \(None, None, 3\)"):
+        flops_of(keras.layers.LSTM(4, name="lstm"), (None, 3), keras=keras)
+
+
 def test_keras_model_of_unknown_size_is_refused():
     keras = pytest.importorskip("keras")
     from hvd8bit import keras_workload
