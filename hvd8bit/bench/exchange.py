@@ -68,6 +68,12 @@ class Settings:
         unknown = [name for name in self.compressions if name not in COMPRESSIONS]
         if unknown or not self.compressions:
             raise ValueError(f"compressions must be of {', '.join(COMPRESSIONS)}, got {', '.join(unknown) or 'none'}")
+        for name in ("slices", "exchanges"):
+            if getattr(self, name) and not self.data_types:
+                raise ValueError(
+                    f"compressions must have one of {', '.join(DATA_TYPES)} for {name} to be tried with, got "
+                    f"{', '.join(self.compressions)}"
+                )
 
     @property
     def data_types(self) -> list[str]:
@@ -356,9 +362,9 @@ class _Bench:
         for name in (BARE, NO_COMMUNICATION):
             if name in samples:
                 yield self._record(name, samples[name], samples, None)
-        for slices in self.settings.slices if self.settings.data_types else ():
+        for slices in self.settings.slices:
             yield {**self._record("slices", samples[f"slices {slices}"], samples, None), "slices": slices}
-        for mode in self.settings.exchanges if self.settings.data_types else ():
+        for mode in self.settings.exchanges:
             yield {**self._record("exchanges", samples[f"exchange {mode}"], samples, None), "exchange": mode}
 
     def _record(

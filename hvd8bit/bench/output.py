@@ -74,6 +74,9 @@ SLICES: Columns = (
     *(column for column in EXCHANGE if column[0] in ("time", "of none", "of bare", "spread", "B/element")),
 )
 MODES: Columns = (("exchange", _plain("exchange")), *SLICES[1:])
+TRIALS = {"slices": SLICES, "exchanges": MODES}
+"""What `bench exchange` tries beside the default, by these records' `compression`, which is also their list's name in
+the file."""
 TRAIN: Columns = (
     ("compression", _plain("compression")),
     ("optimizer", _plain("optimizer")),
@@ -124,7 +127,7 @@ COLUMNS = {"exchange": EXCHANGE, "train": TRAIN, "hybrid": HYBRID, "codec": CODE
 
 def with_ratios(records: Sequence[Record]) -> list[dict[str, Any]]:
     """The records of `bench exchange` with their time over that of `none` and of `bare` in the same run."""
-    medians = {(*run_of(r), r["compression"]): r["median_s"] for r in records if r["compression"] != "slices"}
+    medians = {(*run_of(r), r["compression"]): r["median_s"] for r in sums(records)}
     found = []
     for r in records:
         more = {}
@@ -141,13 +144,15 @@ def run_of(record: Record) -> tuple:
     return tuple(record.get(key) for key in keys)
 
 
+def sums(records: Sequence[Record]) -> list[Record]:
+    """Those of `bench exchange` that are no trials."""
+    return [record for record in records if record["compression"] not in TRIALS]
+
+
 def split(records: Sequence[Record]) -> list[tuple[Columns, list[Record]]]:
-    """An exchange's records of one run: the sums; the other numbers of slices and the modes where some were tried."""
-    kinds: dict[str, list[Record]] = {"slices": [], "exchanges": [], "": []}
-    for record in records:
-        kinds.get(record["compression"], kinds[""]).append(record)
-    parts = [(EXCHANGE_OF_A_RUN, kinds[""]), (SLICES, kinds["slices"]), (MODES, kinds["exchanges"])]
-    return parts[:1] + [part for part in parts[1:] if part[1]]
+    """An exchange's records of one run: the sums; and the trials, where there were any."""
+    parts = [(columns, [r for r in records if r["compression"] == kind]) for kind, columns in TRIALS.items()]
+    return [(EXCHANGE_OF_A_RUN, sums(records)), *(part for part in parts if part[1])]
 
 
 def cells(records: Sequence[Record], columns: Columns) -> tuple[list[str], list[list[str]]]:

@@ -48,7 +48,7 @@ def _as_written(name: str) -> Iterator[None]:
     """Whatever a file's content lets fail becomes a ValueError that names the file: anything may be in a folder."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
         wrong = f"a result lacks {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(
             f"{name}.json must be as hvd8bit's commands write it by --json, and is not ({wrong}); write it again, or "
@@ -66,7 +66,7 @@ def read(folder: str) -> list[Document]:
     for path in sorted(pathlib.Path(folder).glob("*.json")):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON: {error}") from error
         results = content.get("results") if isinstance(content, dict) else None
         if not isinstance(results, list) or not results or not all(isinstance(r, dict) for r in results):
@@ -77,7 +77,7 @@ def read(folder: str) -> list[Document]:
                 Document(
                     path.stem,
                     benchmark if benchmark in BENCHMARKS else "",
-                    [*results, *content.get("slices", [])],
+                    [*results, *(record for kind in output.TRIALS for record in content.get(kind, []))],
                     dict(content.get("machine", {})),
                     dict(content.get("versions", {})),
                 )
@@ -111,7 +111,7 @@ def summary(documents: Sequence[Document]) -> list[dict[str, str]]:
 def _summary(document: Document) -> list[dict[str, str]]:
     rows = []
     for records in runs(document):
-        by_name = {r["compression"]: r for r in records if r["compression"] != "slices"}
+        by_name = {r["compression"]: r for r in output.sums(records)}
         ours = next((by_name[name] for name in output.EIGHT_BIT if name in by_name), None)
         if ours is None or "none" not in by_name:
             continue
@@ -164,7 +164,7 @@ def _document(document: Document) -> Iterator[str]:
 def _exchange(document: Document) -> Iterator[str]:
     found = runs(document)
     # One line over sizes for the runs that differ in the size alone.
-    plain = [r for records in found for r in records if r["compression"] != "slices"]
+    plain = [r for records in found for r in output.sums(records)]
     same = {(r["workers"], r["gradients_of"], r["rate_bit_per_s"]) for r in plain}
     if len(same) == 1 and len(found) > 1:
         yield _image(output.exchange_plot(plain), document.name)
@@ -176,8 +176,7 @@ def _exchange(document: Document) -> Iterator[str]:
             f"{_text(output.rate(first))}</h4>"
         )
         if not (len(same) == 1 and len(found) > 1):
-            ours = [r for r in records if r["compression"] != "slices"]
-            yield _image(output.exchange_plot(ours), document.name)
+            yield _image(output.exchange_plot(output.sums(records)), document.name)
         for columns, part in output.split(records):
             yield _records(part, columns)
 

@@ -207,8 +207,8 @@ def _exchange(args: argparse.Namespace) -> int:
                     output.table(part, columns, about, show)
                     show.print()
         if rank == 0:
-            aside = {kind: [r for r in records if r["compression"] == kind] for kind in ("slices", "exchanges")}
-            extra: dict[str, Any] = {kind: found for kind, found in aside.items() if found}
+            trials = {kind: [r for r in records if r["compression"] == kind] for kind in output.TRIALS}
+            extra: dict[str, Any] = {kind: found for kind, found in trials.items() if found}
             found_rule = exchange.rule(records)
             if found_rule:
                 extra["rule"] = found_rule
@@ -217,7 +217,7 @@ def _exchange(args: argparse.Namespace) -> int:
                     f"{found_rule['largest_elements']:,} elements, where it sends {found_rule['more_bytes']:,.0f} "
                     "bytes more"
                 )
-            _write(args, "exchange", [r for r in records if r["compression"] not in aside], **extra)
+            _write(args, "exchange", output.sums(records), **extra)
     return 0
 
 

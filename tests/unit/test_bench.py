@@ -399,6 +399,14 @@ def test_modes_that_are_none(wrong):
         exchange.Settings(exchanges=wrong)
 
 
+@pytest.mark.parametrize(("name", "tried"), [("slices", (1, 2)), ("exchanges", ("allgather",))])
+def test_what_is_tried_needs_a_data_type(name, tried):
+    message = rf"compressions must have one of dynamic_tree, .* for {name} to be tried with, got none, fp16$"
+    with pytest.raises(ValueError, match=message):
+        exchange.Settings(compressions=("none", "fp16"), **{name: tried})
+    exchange.Settings(compressions=("none", "linear"), **{name: tried})
+
+
 # Tables and plots
 
 
@@ -438,6 +446,17 @@ def test_the_page_needs_nothing_else(results, capsys):
         assert shown in page
     assert 'name="viewport"' in page
     assert "@media print" in page
+
+
+def test_the_page_shows_the_modes_that_were_tried(tmp_path):
+    tried = [r for elements in (1000, 2000) for r in timed(elements, 1.0, 2.0, 4)]
+    sums = [*EXCHANGE, *(record(r["compression"], 2 * r["median_s"], elements=2000) for r in EXCHANGE)]
+    write(tmp_path, "modes", sums, benchmark="exchange", exchanges=tried)
+    assert cli.main(["bench", "report", str(tmp_path), "--json", str(tmp_path / "all")]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<td>scatter_reduce</td>") == page.count("<td>allgather</td>") == 2
+    assert "<td>exchanges</td>" not in page
+    assert len(json.loads((tmp_path / "all").read_text())["results"]) == len(sums) + 4
 
 
 def test_the_summary_judges_8_bit():
@@ -486,6 +505,8 @@ def test_a_page_without_marks_and_a_folder_without_results_are_usage_errors(resu
         {"versions": [1]},
         {"slices": 5},
         {"slices": [5]},
+        {"exchanges": [5]},
+        {"results": [record("none", 0.0), record("dynamic_tree", 0.0), record("bare", 0.0)]},
     ],
 )
 def test_a_file_that_is_none_of_ours_is_named(benchmark, more, results, capsys):
@@ -501,6 +522,13 @@ def test_a_file_that_is_none_of_ours_is_named(benchmark, more, results, capsys):
     (line,) = err.splitlines()
     assert "stray.json must be as hvd8bit's commands write it by --json, and is not (" in line
     assert "take it out of the folder" in line
+
+
+def test_a_file_of_too_many_lists_within_lists_is_named(results, capsys):
+    (results / "deep.json").write_text('{"results": ' + "[" * 200_000 + "]" * 200_000 + "}")
+    assert cli.main(["bench", "report", str(results)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "deep.json is not JSON: maximum recursion depth exceeded" in line
 
 
 def test_every_data_type_has_a_colour():
