@@ -52,6 +52,9 @@ SSHD = "/usr/sbin/sshd"
 # A frame of up to 64 KiB must fit into the token bucket, else the kernel cuts it up before it is counted.
 MIN_BURST_BYTES = 128 * 1024
 BURST_SECONDS = 0.002
+# tc counts the time of a burst in 2^32 ticks of 64 ns, and bytes of bursts and queues in 32 bits.
+RATES_BIT_PER_S = (4e3, 10e12)
+MAX_QUEUE_BYTES = 2**32 - 1
 # What a port holds back before it drops frames.
 MIN_QUEUE_BYTES = 1024 * 1024
 QUEUE_SECONDS = 0.1
@@ -147,17 +150,22 @@ class NetLab:
 
     Args:
         hosts: how many.
-        rate_bit_per_s: what each host can send, and receive, per second; None for no limit.
+        rate_bit_per_s: what each host can send, and receive, per second, 4 kbit to 10 Tbit; None for no limit. Its
+            workers share it.
     """
 
     def __init__(self, hosts: int, rate_bit_per_s: float | None = None) -> None:
         if not 1 <= hosts <= MAX_HOSTS:
             raise ValueError(f"hosts must be in [1, {MAX_HOSTS}], got {hosts}")
-        if rate_bit_per_s is not None and not rate_bit_per_s > 0:
-            raise ValueError(f"rate_bit_per_s must be greater than 0, or None for no limit, got {rate_bit_per_s}")
+        lowest, highest = RATES_BIT_PER_S
+        if rate_bit_per_s is not None and not lowest <= rate_bit_per_s <= highest:
+            raise ValueError(
+                f"rate_bit_per_s must be in [{lowest:.0f}, {highest:.0f}], or None for no limit, got {rate_bit_per_s:g}"
+            )
         self.rate_bit_per_s = rate_bit_per_s
         self._name = f"{namespaces.PREFIX}.{os.getpid()}.{namespaces.started(os.getpid())}.{next(_numbers)}"
         self._switch = f"{self._name}.switch"
+        self._jobs = f"{self._name}.jobs"  # no namespace; its files are what jobs write
         self.hosts = tuple(
             Host(f"h{index}", f"{SUBNET}.{index + 1}", f"{self._name}.h{index}") for index in range(hosts)
         )
@@ -181,7 +189,7 @@ class NetLab:
 
     def close(self) -> None:
         """Ends everything that runs on the hosts and takes the lab down. May be called again."""
-        namespaces.remove([self._switch, *(host.namespace for host in self.hosts)])
+        namespaces.remove([self._jobs, self._switch, *(host.namespace for host in self.hosts)])
         for process in self._sshd:
             process.kill()
             process.wait()
@@ -193,6 +201,7 @@ class NetLab:
     # Set-up
 
     def _set_up(self) -> None:
+        (namespaces.FILES / self._jobs).mkdir(parents=True)
         namespaces.ip("netns", "add", self._switch)
         namespaces.ip("-n", self._switch, "link", "add", "switch", "type", "bridge")
         namespaces.ip("-n", self._switch, "link", "set", "switch", "up")
@@ -224,7 +233,7 @@ class NetLab:
     @staticmethod
     def _limit(namespace: str, interface: str, rate_bit_per_s: float) -> None:
         burst = max(MIN_BURST_BYTES, int(rate_bit_per_s / 8 * BURST_SECONDS))
-        queue = max(MIN_QUEUE_BYTES, int(rate_bit_per_s / 8 * QUEUE_SECONDS))
+        queue = min(max(MIN_QUEUE_BYTES, int(rate_bit_per_s / 8 * QUEUE_SECONDS)), MAX_QUEUE_BYTES)
         rate = [f"{rate_bit_per_s:.0f}bit", "burst", str(burst), "limit", str(queue)]
         namespaces.call(
             [
@@ -274,7 +283,7 @@ class NetLab:
         in seconds. With `show_rank_0` its output goes to this process's own as it comes, not into the Job.
         """
         size = slots * len(self.hosts)
-        with tempfile.TemporaryDirectory(prefix="hvd8bit-netlab-") as folder, contextlib.ExitStack() as stack:
+        with self._folder() as folder, contextlib.ExitStack() as stack:
             port = self._start_rendezvous(stack, slots)
             started = time.monotonic()
             workers = []
@@ -323,7 +332,7 @@ class NetLab:
         hosts = ["-np", str(size), "-H", ",".join(f"{host.name}:{slots}" for host in self.hosts)]
         if discovery is not None:
             hosts = ["--host-discovery-script", str(discovery), "--network-interfaces", INTERFACE]
-        with tempfile.TemporaryDirectory(prefix="hvd8bit-netlab-") as folder:
+        with self._folder() as folder:
             # Every worker writes to files of its own: whole lines, nothing interleaved.
             # In an elastic job a rank may be given again.
             redirect = 'exec "$@" >>"$0/$HOROVOD_RANK.out" 2>>"$0/$HOROVOD_RANK.err"'
@@ -356,6 +365,10 @@ class NetLab:
             )
 
     # Parts of the above
+
+    def _folder(self) -> tempfile.TemporaryDirectory[str]:
+        """Where the lab's other files are, so that the next lab finds it if this process is killed."""
+        return tempfile.TemporaryDirectory(dir=namespaces.FILES / self._jobs)
 
     def _worker_environment(self, rank: int, slots: int, port: int) -> dict[str, str]:
         index, local_rank = divmod(rank, slots)
@@ -412,7 +425,7 @@ class NetLab:
         if reason:
             raise NetLabError(reason)
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # where sshd locks its unprivileged half in
-        with tempfile.TemporaryDirectory(prefix="hvd8bit-netlab-") as keys:
+        with self._folder() as keys:
             for key in ("user", "host"):
                 namespaces.call(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "", "-f", f"{keys}/{key}"])
             host_key = Path(keys, "host.pub").read_text()

@@ -70,7 +70,7 @@ def _add_rounds(parser: Any, rounds: int, seconds: float) -> None:
         "--rate",
         type=rate,
         metavar="RATE",
-        help="of each worker's link, for the records: 10Gbit/s, … (default: what bench netlab limits it to)",
+        help="of each host's link, for the records: 10Gbit/s, … (default: what bench netlab limits it to)",
     )
 
 
@@ -350,7 +350,12 @@ def _add_netlab(benches: Any) -> None:
         "Everything is taken down at the end, and what a killed run left behind when the next one starts.",
     )
     parser.add_argument("-n", "--hosts", type=common.count, default=2, metavar="N", help="(default: 2)")
-    parser.add_argument("--rate", type=rate, metavar="RATE", help="1gbit, 100Mbit/s, … (default: no limit)")
+    parser.add_argument(
+        "--rate",
+        type=rate,
+        metavar="RATE",
+        help="of each host's link, which its workers share: 1gbit, 100Mbit/s, … (default: no limit)",
+    )
     parser.add_argument("--slots", type=common.count, default=1, metavar="W", help="workers per host (default: 1)")
     parser.add_argument(
         "--ssh",
@@ -376,14 +381,18 @@ def _netlab(args: argparse.Namespace) -> int:
     reason = netlab.available(ssh=args.ssh, shaping=args.rate is not None)
     if reason:
         raise common.UsageError(f"hosts cannot be set up: {reason}")
-    with netlab.NetLab(args.hosts, args.rate) as lab:
-        before = lab.traffic()
-        if args.ssh:
-            job = lab.horovodrun(command, slots=args.slots, timeout=args.timeout)
-            sys.stdout.write(job.stdout[0])
-        else:
-            job = lab.run(command, slots=args.slots, timeout=args.timeout, show_rank_0=True)
-        traffic = [after - earlier for after, earlier in zip(lab.traffic(), before)]
+    lab = common.checked(lambda: netlab.NetLab(args.hosts, args.rate))
+    try:
+        with lab:
+            before = lab.traffic()
+            if args.ssh:
+                job = lab.horovodrun(command, slots=args.slots, timeout=args.timeout)
+                sys.stdout.write(job.stdout[0])
+            else:
+                job = lab.run(command, slots=args.slots, timeout=args.timeout, show_rank_0=True)
+            traffic = [after - earlier for after, earlier in zip(lab.traffic(), before)]
+    except netlab.NetLabError as error:
+        raise common.UsageError(f"hosts cannot be set up: {error}") from error
     failed = job.returncode != 0 or job.problem is not None
     if failed:
         print(f"hvd8bit: {job.describe()}", file=sys.stderr)

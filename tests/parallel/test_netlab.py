@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -109,6 +110,13 @@ def test_labs_do_not_see_each_other():
 
 
 @needs_lab
+@pytest.mark.parametrize("rate", [*netlab.RATES_BIT_PER_S, 400e9])
+def test_rates_at_the_borders_can_be_set_up(rate):
+    with netlab.NetLab(hosts=1, rate_bit_per_s=rate):
+        pass
+
+
+@needs_lab
 def test_an_exception_leaves_nothing_behind():
     started = []
 
@@ -125,19 +133,18 @@ def test_an_exception_leaves_nothing_behind():
 
 
 HOLD = """
-import subprocess
-from hvd8bit.bench import namespaces, netlab
+from hvd8bit.bench import netlab
 with netlab.NetLab(hosts=2) as lab:
-    sleeper = lab.popen(lab.hosts[0], ["sleep", "1000"], stdout=subprocess.DEVNULL)
-    print(sleeper.pid, flush=True)
-    sleeper.wait()
+    lab.run(["sh", "-c", "echo $$; exec sleep 1000"], show_rank_0=True)
 """
 
 
 @pytest.fixture
-def holder():
-    """A process that holds a lab, in which `sleep` runs."""
-    with subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True) as process:
+def holder(tmp_path):
+    """A process that holds a lab, in which `sleep` runs; `tmp_path` is for its temporary files."""
+    command = [sys.executable, "-c", HOLD]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
         process.sleeper = int(process.stdout.readline())
         yield process
         process.kill()
@@ -159,7 +166,7 @@ def test_sigterm_leaves_nothing_behind(holder):
 
 
 @needs_lab
-def test_the_next_lab_removes_what_a_killed_process_left(holder):
+def test_the_next_lab_removes_what_a_killed_process_left(holder, tmp_path):
     with netlab.NetLab(hosts=1):
         assert _traces(holder.pid)  # it lives: hands off
     holder.kill()
@@ -170,6 +177,7 @@ def test_the_next_lab_removes_what_a_killed_process_left(holder):
         pass
     assert not _traces(holder.pid)
     assert not _alive(holder.sleeper)
+    assert not list(tmp_path.iterdir())
 
 
 @needs_lab
@@ -224,8 +232,11 @@ def test_hosts_reach_each_other_by_ssh_alone_with_the_labs_own_keys():
         ({"hosts": 0}, r"hosts must be in \[1, 250\], got 0"),
         (
             {"hosts": 2, "rate_bit_per_s": 0},
-            "rate_bit_per_s must be greater than 0, or None for no limit, got 0",
+            r"rate_bit_per_s must be in \[4000, 10000000000000\], or None for no limit, got 0",
         ),
+        ({"hosts": 2, "rate_bit_per_s": 3999}, "got 3999"),
+        ({"hosts": 2, "rate_bit_per_s": 11e12}, r"got 1.1e\+13"),
+        ({"hosts": 2, "rate_bit_per_s": math.nan}, "got nan"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, text):

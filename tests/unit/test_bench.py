@@ -184,6 +184,24 @@ def test_netlab_needs_a_command(more, capsys):
     assert "a command is needed" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("rate", ["1bit/s", "100Tbit/s"])
+def test_netlab_names_a_rate_that_it_cannot_set(rate, monkeypatch, capsys):
+    monkeypatch.setattr(netlab, "available", lambda **asked: None)
+    assert cli.main(["bench", "netlab", "--rate", rate, "--", "true"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "rate_bit_per_s must be in [4000, 10000000000000], or None for no limit, got 1" in line
+
+
+def test_a_lab_that_fails_is_one_line(monkeypatch, capsys):
+    def fail(lab):
+        raise netlab.NetLabError("tc: no")
+
+    monkeypatch.setattr(netlab, "available", lambda **asked: None)
+    monkeypatch.setattr(netlab.NetLab, "__enter__", fail)
+    assert cli.main(["bench", "netlab", "--", "true"]) == 2
+    assert capsys.readouterr().err == "hvd8bit: hosts cannot be set up: tc: no\n"
+
+
 # codec
 
 
