@@ -42,7 +42,12 @@ def _parser() -> argparse.ArgumentParser:
         train.add_argument(
             "--threads", type=int, default=threads, help="of TensorFlow; 0: one for each core (default: %(default)s)"
         )
-        train.add_argument("--minutes", type=float, default=math.inf, help="start no run after so many minutes")
+        train.add_argument(
+            "--minutes",
+            type=float,
+            default=math.inf,
+            help="start no run after so many minutes; not under horovodrun",
+        )
     return parser
 
 

@@ -40,11 +40,19 @@ def run_all(
       data_dir: see `experiments.data.load`.
       worker: with `exchange: real` which one this is; rank 0 writes and prints.
       console: where progress goes: a bar on a terminal, else now and then a line.
-      limit_s: start no run after so many seconds.
+      limit_s: start no run after so many seconds; not with Horovod.
 
     Returns:
       How many were not run for lack of time.
+
+    Raises:
+      ValueError: there is a limit, and a worker.
     """
+    if worker is not None and limit_s < math.inf:
+        raise ValueError(
+            f"--minutes must be left out under horovodrun, whose workers have clocks of their own, got "
+            f"{limit_s / 60:g}: select runs by --arms or --seeds"
+        )
     first = worker is None or worker.rank == 0
     todo = _agreed(left(runs, store), worker)
     started = time.perf_counter()
@@ -52,7 +60,7 @@ def run_all(
     place = results.environment()
     with Show(todo, len(runs) - len(todo), (console or Console()) if first else Console(quiet=True)) as show:
         for number, run in enumerate(todo):
-            if time.perf_counter() - started > limit_s and worker is None:
+            if time.perf_counter() - started > limit_s:
                 return len(todo) - number
             experiment = run.experiment
             key = (experiment.data, experiment.train_examples)

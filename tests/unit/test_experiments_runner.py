@@ -20,6 +20,7 @@ from experiments import configuration, data, runner
 from experiments.__main__ import main
 from experiments.configuration import Run, parse, parse_arm, parse_numbers, select
 from experiments.results import COLUMNS, Results, commit, environment, numbers, row
+from experiments.training import Worker
 from hvd8bit.encoding import Encoding
 
 pytestmark = pytest.mark.skipif(keras.__version__ < "3", reason="for Keras 3")
@@ -303,6 +304,12 @@ def test_no_run_is_started_after_the_time_is_up(tiny, tmp_path):
     runs = select("tiny")
     assert runner.run_all(runs, Results("tiny", tmp_path), None, console=quiet(), limit_s=0.0) == len(runs)
     assert Results("tiny", tmp_path).rows() == []
+
+
+def test_workers_take_no_limit_of_time(tiny, tmp_path):
+    runs = select("tiny")
+    with pytest.raises(ValueError, match=r"--minutes must be left out under horovodrun, .* got 2: select runs"):
+        runner.run_all(runs, Results("tiny", tmp_path), None, worker=Worker(0, 2), console=quiet(), limit_s=120.0)
 
 
 def test_a_killed_run_leaves_no_row_and_is_made_anew(tmp_path):
