@@ -198,6 +198,32 @@ def make_optimizer():
     return keras.optimizers.SGD(FLAGS.learning_rate, momentum=0.9)
 
 
+class Progress(common_parallel.Progress):
+    """Keeps each batch's own loss, too; an epoch's is their mean."""
+
+    def __init__(self, run):
+        super().__init__(run)
+        self.losses: list[float] = []
+        self.steps_of_earlier_epochs = 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.model.reset_metrics()
+        super().on_train_batch_begin(batch, logs)
+
+    def on_train_batch_end(self, batch, logs=None):
+        super().on_train_batch_end(batch, logs)
+        self.losses.append(logs["loss"])
+
+    def on_epoch_end(self, epoch, logs=None):
+        mean = float(np.mean(self.losses[self.steps_of_earlier_epochs :]))
+        self.steps_of_earlier_epochs = len(self.losses)
+        super().on_epoch_end(epoch, {**logs, "loss": mean})
+
+    def steps_until(self, loss: float) -> int | None:
+        """How many steps it took until a batch's loss was below; None if none was."""
+        return next((step for step, seen in enumerate(self.losses, 1) if seen < loss), None)
+
+
 def train(compression_name: str, seed: int) -> dict:
     """One training; returns what there is to tell of it."""
     keras.utils.set_random_seed(seed)
@@ -213,20 +239,14 @@ def train(compression_name: str, seed: int) -> dict:
     model.make_train_function(force=True)  # that step's graph measures at each step; the next one does not
 
     run = common.Run(compression_name, seed)
-    steps_of_half: list[int] = []
-    half = keras.callbacks.LambdaCallback(
-        on_train_batch_begin=lambda batch, logs: model.reset_metrics(),
-        on_train_batch_end=lambda batch, logs: (
-            steps_of_half.append(len(run.seconds) + 1) if logs["loss"] < math.log(CLASSES[FLAGS.dataset]) / 2 else None
-        ),
-    )
+    progress = Progress(run)
     model.fit(
         images,
         steps_per_epoch=steps,
         epochs=FLAGS.epochs,
         shuffle=False,  # the data come shuffled
         verbose=0,
-        callbacks=[half, common_parallel.Progress(run)],
+        callbacks=[progress],
     )
     results = model.evaluate(test, verbose=0, return_dict=True)
     return common_parallel.record(
@@ -237,7 +257,7 @@ def train(compression_name: str, seed: int) -> dict:
         test_top_5_accuracy=results["top_5_accuracy"],
         update=FLAGS.update,
         sub_batches=FLAGS.sub_batches,
-        steps_until_loss_was_half_of_guessing=steps_of_half[0] if steps_of_half else None,
+        steps_until_loss_was_half_of_guessing=progress.steps_until(math.log(CLASSES[FLAGS.dataset]) / 2),
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import subprocess
+import sys
 
 import pytest
 from test_examples import EXAMPLES, alone, records_of, run
@@ -89,6 +91,33 @@ def check_alexnet(record):
     assert record["steps_until_loss_was_half_of_guessing"] <= HALF_WITHIN
     assert record["test_top_5_accuracy"] > 0.5  # guessing gives 0.25
     assert record["test_accuracy"] <= record["test_top_5_accuracy"] <= 1
+
+
+LOSS_OF_AN_EPOCH = """
+import types
+import alexnet_imagenet
+import numpy as np
+from common import keras
+
+rng = np.random.default_rng(0)
+x, y = rng.normal(size=(12, 3)), rng.normal(size=(12, 1))
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+model.compile(keras.optimizers.SGD(0.0), loss="mse")
+losses = []
+run = types.SimpleNamespace(begin_step=lambda: None, end_step=lambda: None, end_epoch=losses.append)
+progress = alexnet_imagenet.Progress(run)
+model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=[progress])
+of_batches = [model.evaluate(x[i : i + 4], y[i : i + 4], verbose=0) for i in (0, 4, 8)]
+np.testing.assert_allclose(progress.losses, 2 * of_batches, rtol=1e-5)
+np.testing.assert_allclose(losses, 2 * [np.mean(of_batches)], rtol=1e-5)
+assert progress.steps_until(min(of_batches) * 1.001) == 1 + of_batches.index(min(of_batches))
+assert progress.steps_until(0.0) is None
+"""
+
+
+def test_alexnets_loss_of_an_epoch_is_the_mean_of_its_batches():
+    done = subprocess.run([sys.executable, "-c", LOSS_OF_AN_EPOCH], cwd=EXAMPLES, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_alexnets_loss_falls_by_half_on_two_workers(tmp_path):
