@@ -46,7 +46,7 @@ class Settings:
         `no_communication` and `slices`.
       block_size: elements that share a scale.
       rounds, budget_s: for each list of tensors; see `timing.interleaved`.
-      rate_bit_per_s: of each worker's link, for the records; None where it is not known.
+      rate_bit_per_s: of each host's link, for the records; None where it is not known.
       slices: numbers of slices to try beside the default.
       exchanges: modes of the exchange to try, of `hvd8bit.modes.MODES`.
       sums_only: leave out the parts and both bounds.
@@ -157,6 +157,7 @@ class _Bench:
         self.settings = settings
         self.comm = HorovodComm()
         self.workers, self.rank = self.comm.size(), hvd.rank()
+        self.workers_per_host = timing.workers_per_host()
         self.elements = sum(math.prod(shape) for shape in shapes)
         self.shapes = shapes
         self.tensors = self._numbers(self.rank)
@@ -383,6 +384,7 @@ class _Bench:
             "tensors": len(self.shapes),
             "elements": self.elements,
             "compression": name,
+            "workers_per_host": self.workers_per_host,
             "rate_bit_per_s": self.settings.rate_bit_per_s,
             "median_s": sample.median_s,
             "spread": sample.spread,

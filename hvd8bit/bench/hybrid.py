@@ -45,7 +45,7 @@ class Settings:
       units: of the fully connected layers; the last one's are the classes.
       compressions: of `COMPRESSIONS`.
       rounds, budget_s: see `timing.interleaved`.
-      rate_bit_per_s: of each worker's link, for the records; None where it is not known.
+      rate_bit_per_s: of each host's link, for the records; None where it is not known.
     """
 
     batch_size: int = 128
@@ -107,6 +107,7 @@ def run(settings: Settings, progress: Callable[[str], None] = lambda text: None)
     _check(losses)
     named = {str(case): function for case, function in cases.items()}
     samples = timing.interleaved(named, settings.rounds, settings.budget_s, progress)
+    workers_per_host = timing.workers_per_host()
     records = []
     for case in losses:
         of_parts = {part: samples[str((*case, part))] for part in PARTS}
@@ -119,6 +120,7 @@ def run(settings: Settings, progress: Callable[[str], None] = lambda text: None)
                 "batch_size": settings.batch_size,
                 "sub_batches": case[0],
                 "compression": case[1],
+                "workers_per_host": workers_per_host,
                 "rate_bit_per_s": settings.rate_bit_per_s,
                 **seconds,
                 "sum_s": both,

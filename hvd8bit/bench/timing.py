@@ -123,9 +123,16 @@ def barrier() -> None:
 
 
 def rate_bit_per_s(given: float | None) -> float | None:
-    """The rate of this worker's link: what was given, else what the netlab set, else None."""
+    """The rate of this worker's host's link: what was given, else what the netlab set, else None."""
     told = os.environ.get(netlab.RATE_VARIABLE)
     return given if given is not None else (float(told) if told else None)
+
+
+def workers_per_host() -> int:
+    """How many share a host's link, the largest number of them. All workers must call it."""
+    import horovod.tensorflow as hvd
+
+    return max(hvd.allgather_object(hvd.local_size(), name="hvd8bit_bench_workers_per_host"))
 
 
 def _interface_is_ours() -> bool:

@@ -34,7 +34,7 @@ class Settings:
       optimizer: of `OPTIMIZERS`: hvd8bit's, or with Keras 2 Horovod's own, which exchanges gradients one by one, or in
         one group.
       rounds, budget_s: see `timing.interleaved`.
-      rate_bit_per_s: of each worker's link, for the records; None where it is not known.
+      rate_bit_per_s: of each host's link, for the records; None where it is not known.
     """
 
     model: str = "MobileNetV2"
@@ -107,6 +107,7 @@ def run(settings: Settings, progress: Callable[[str], None] = lambda text: None)
     samples = timing.interleaved(steps, settings.rounds, settings.budget_s, progress)
     alone = samples[ALONE].median_s
     images = hvd.size() * settings.batch_size
+    workers_per_host = timing.workers_per_host()
     return [
         {
             "model": settings.model,
@@ -115,6 +116,7 @@ def run(settings: Settings, progress: Callable[[str], None] = lambda text: None)
             "batch_size": settings.batch_size,
             "compression": name,
             "optimizer": settings.optimizer,
+            "workers_per_host": workers_per_host,
             "rate_bit_per_s": settings.rate_bit_per_s,
             "step_s": samples[name].median_s,
             "spread": samples[name].spread,

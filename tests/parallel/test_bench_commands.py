@@ -65,6 +65,7 @@ def test_exchange_writes_what_the_model_reads(measured):
     assert [r["compression"] for r in one] == [*names, "bare", "no_communication"]
     for r in one:
         assert (r["workers"], r["elements"], r["rate_bit_per_s"]) == (2, ELEMENTS, 1e9)
+        assert r["workers_per_host"] == 2
         assert r["median_s"] > 0
         parts = [r[f"{part}_s"] for part in ("encode", "alltoall", "reduce", "allgather", "decode")]
         assert all(part > 0 for part in parts) if r["compression"] in names[2:] else parts == [None] * 5
@@ -82,7 +83,8 @@ def test_exchange_writes_what_the_model_reads(measured):
 
     from hvd8bit.speedup import calibrate
 
-    assert calibrate(content).workers == (2,)
+    on_two_hosts = [{**r, "workers_per_host": 1} for r in content["results"]]
+    assert calibrate({**content, "results": on_two_hosts}).workers == (2,)
 
 
 def test_exchange_sums_the_gradients_of_a_model(measured):
@@ -233,6 +235,7 @@ def test_a_benchmark_on_hosts_with_links_of_a_given_rate(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "1,000,000 elements, 2 workers, link 1 Gbit/s" in done.stdout
     by_name = {r["compression"]: r for r in json.loads(ours.read_text())["results"]}
+    assert by_name["none"]["workers_per_host"] == 1
     assert by_name["none"]["bytes_from"] == "interface"
     assert by_name["none"]["bytes_per_element"] == pytest.approx(4, rel=0.03)
     # `bare` moves the same bytes, all of them.
