@@ -9,11 +9,12 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any, Callable
+from typing import Any, Callable, TypeVar
 
 from hvd8bit.speedup import units
 
 Record = Mapping[str, Any]
+_R = TypeVar("_R", bound=Record)
 Columns = Sequence[tuple[str, Callable[[Record], str]]]
 
 COLOURS = {
@@ -144,7 +145,7 @@ def run_of(record: Record) -> tuple:
     return tuple(record.get(key) for key in keys)
 
 
-def sums(records: Sequence[Record]) -> list[Record]:
+def sums(records: Sequence[_R]) -> list[_R]:
     """Those of `bench exchange` that are no trials."""
     return [record for record in records if record["compression"] not in TRIALS]
 
