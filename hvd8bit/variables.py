@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable
+from typing import Any
 
 import tensorflow as tf
 
@@ -18,11 +19,28 @@ def tf_variable(variable):
 
 
 def optimizer_variables(optimizer) -> list:
-    """Slots and counters of a Keras optimizer; none of None."""
+    """All that a Keras optimizer keeps: slots, counters, learning rate, loss scale; none of None.
+
+    Keras 3 lists it all. Keras 2 leaves out the learning rate (all hyperparameters of its legacy optimizers) and the
+    loss scale, which come last here.
+    """
     if optimizer is None:
         return []
     variables = optimizer.variables  # a method of the legacy optimizers of Keras 2
-    return list(variables() if callable(variables) else variables)
+    listed = list(variables() if callable(variables) else variables)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    rates = [getattr(inner, name, None) for name in ("_learning_rate", "_current_learning_rate")]
+    unlisted = [*rates, *getattr(inner, "_hyper", {}).values(), *loss_scale_variables(optimizer)]
+    known = {id(variable) for variable in listed}
+    return listed + [
+        variable for variable in unlisted if isinstance(variable, tf.Variable) and id(variable) not in known
+    ]
+
+
+def loss_scale_variables(optimizer) -> list:
+    """Loss scale and count of steps of a LossScaleOptimizer of Keras 2; none where it has no such variables."""
+    state: Any = getattr(optimizer, "_loss_scale", None)
+    return [state.current_loss_scale, state.counter] if hasattr(state, "current_loss_scale") else []
 
 
 def name_of(variable) -> str:

@@ -25,9 +25,10 @@ __all__ = [
 class BroadcastGlobalVariablesCallback(Callback):
     """Gives all workers the weights and the optimizer's state of one worker when training starts.
 
-    With Keras 3 that is before the first step; with Keras 2, whose optimizer makes its state in that step,
-    after it, as Horovod does. The states of metrics and random generators (dropout) stay each worker's own, and so do
-    a worker's own parts of weights (`hvd8bit.parallel`) with the optimizer's state for them.
+    That state is its slots, counters, learning rate and loss scale. With Keras 3 they are given before the first step;
+    with Keras 2, whose optimizer makes its state in that step, after it, as Horovod does. The states of metrics and
+    random generators (dropout) stay each worker's own, and so do a worker's own parts of weights (`hvd8bit.parallel`)
+    with the optimizer's state for them.
 
     Args:
       root_rank: global rank of the worker whose values all take over.

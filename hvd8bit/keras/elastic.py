@@ -30,10 +30,10 @@ class ElasticState(ObjectState):
     """A model, its optimizer and further values that all workers share, for `hvd.elastic.run`.
 
     `commit` keeps a copy of all in memory. When a worker is lost, the others go back to it; when workers join, all
-    take over the values of rank 0. Weights and optimizer slots are then the same bits on all workers. What stays each
-    worker's own: metrics, and the states of random generators (dropout). No exchange may run before the function that
-    `hvd.elastic.run` wraps: a worker that joins would not take part in it. So build the model and compile it, but do
-    not fit it before.
+    take over the values of rank 0. Weights, optimizer slots, learning rate and loss scale are then the same bits on
+    all workers. What stays each worker's own: metrics, and the states of random generators (dropout). No exchange may
+    run before the function that `hvd.elastic.run` wraps: a worker that joins would not take part in it. So build the
+    model and compile it, but do not fit it before.
 
     Args:
       model: a built Keras model.
@@ -52,8 +52,10 @@ class ElasticState(ObjectState):
             raise ValueError(
                 f"model {model.name!r} has no optimizer: compile it, or give ElasticState(model, optimizer=...)"
             )
-        if hasattr(optimizer, "build") and not getattr(optimizer, "built", False):
-            optimizer.build(model.trainable_variables)
+        # Legacy optimizers of Keras 2 have no `build`.
+        build = getattr(optimizer, "build", None) or getattr(optimizer, "_create_all_weights", None)
+        if build is not None and not getattr(optimizer, "built", False):
+            build(model.trainable_variables)
         self.model = model
         self.optimizer = optimizer
         self._saved: list[np.ndarray] = []
@@ -66,8 +68,19 @@ class ElasticState(ObjectState):
         super().save()
 
     def restore(self):
-        """Goes back to the copy."""
-        for variable, value in zip(self._variables(), self._saved):
+        """Goes back to the copy.
+
+        Raises:
+          ValueError: the model or its optimizer has other variables than when the copy was made.
+        """
+        variables = self._variables()
+        if [tuple(variable.shape) for variable in variables] != [value.shape for value in self._saved]:
+            raise ValueError(
+                f"model {self.model.name!r} and its optimizer must have the variables of the last commit, got "
+                f"{len(variables)} where it kept {len(self._saved)}, or other shapes; call commit() after what changes "
+                "layers, the optimizer or what is trainable"
+            )
+        for variable, value in zip(variables, self._saved):
             variable.assign(value)
         super().restore()
 

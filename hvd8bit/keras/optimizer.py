@@ -72,7 +72,8 @@ def DistributedOptimizer(
 
     Raises:
       TypeError: `optimizer` is no Keras optimizer, or `compression` no compressor.
-      ValueError: it is distributed already, or an argument does not fit; the message says what helps.
+      ValueError: it is distributed already, its variables cannot be carried over, or an argument does not fit; the
+        message says what helps.
     """
     local_layers = list(local_layers) if isinstance(local_layers, (list, tuple)) else [local_layers]
     for layer in local_layers:
